@@ -212,9 +212,9 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 
 
 def check_processes(choice: str, processes: int, where: str) -> None:
-    """Check that a job can have so many processes on a type of device; needs no torch.
+    """Raise UsageError if a job would have more than one process on ``mps``, an Apple GPU; needs no torch.
 
-    Only ``mps``, an Apple GPU, is limited, to one process.
+    Other types of device have no limit.
 
     Args:
         choice: ``--device``, or the type of a device.

@@ -298,8 +298,8 @@ def kind_of(value: object) -> str:
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 
-    The place is the innermost frame of the traceback whose file is outside of the packages torch and tutti, and not
-    ``contextlib.py``; ``the script`` if there is none.
+    The place is the traceback's innermost frame in a file of the user: outside of the packages torch and tutti, and
+    neither ``contextlib.py`` nor tqdm's ``std.py``. Without such a frame the result is ``the script``.
 
     Args:
         error: an exception that was raised.

@@ -182,6 +182,8 @@ def joined(environ: Mapping[str, str]) -> bool:
 def check_own_processes(command: str, environ: Mapping[str, str]) -> None:
     """Check that a command which starts processes of its own is not itself started as a rank of a job.
 
+    A scheduler's job of one task, such as an interactive shell (``srun --pty bash``), passes the check.
+
     Args:
         command: the command as the user writes it, such as ``tutti compare``.
         environ: environment variables.

@@ -1392,14 +1392,17 @@ def default_store() -> torch.distributed.Store:
 
 
 def set_group_timeout(group: Any, limit: timedelta) -> None:
-    """Set the timeout of a process group's later collectives. PyTorch names no public function for it.
+    """Set the timeout of a process group's later collectives, for which PyTorch has no public function.
 
-    It sets this rank's timeout alone and sends nothing; collectives that have begun keep theirs. Only Gloo and NCCL
-    have a timeout: for other backends PyTorch warns. ValueError where this rank is not in the group.
+    Sets the timeout on this rank alone, and sends nothing; collectives that have begun keep their timeout. Only the
+    backends Gloo and NCCL have one: for others PyTorch warns, and nothing is set.
 
     Args:
         group: the ``torch.distributed.ProcessGroup``.
         limit: the timeout.
+
+    Raises:
+        ValueError: this rank is not in the group.
     """
     torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
@@ -1451,8 +1454,9 @@ def flight_recorder() -> Callable[..., Any] | None:
 def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> None:
     """Replace the all-gather (unless None) and the reduce-scatter of an FSDP2 module.
 
-    The methods are public but may change, as their documentation says; the protocols of their arguments are private and
-    need ``allocate`` and ``__call__`` only.
+    It calls the module's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``, which are public but may change,
+    as their documentation says. PyTorch's protocols of the two objects are private; they ask only for ``allocate`` and
+    ``__call__``.
 
     Args:
         unit: an ``FSDPModule`` (FSDP2).

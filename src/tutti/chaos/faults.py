@@ -50,8 +50,9 @@ class Fault:
 
         Returns:
             For ``terminate`` 75 (preempted), for ``fill`` 8 (disk), and for ``slow`` none, because the run must go on.
-            For ``kill``, ``stop`` and ``corrupt`` 5 (a peer is lost) and -9 (SIGKILL ended the process) if the target
-            is a rank, and -9 alone if it is the launcher.
+            For ``kill``, ``stop`` and ``corrupt``: -9 (``subprocess``'s code after SIGKILL) alone if the target is the
+            launcher; 5 (a peer is lost) and -9 if it is a rank, because a run of one process has no launcher that turns
+            SIGKILL into an exit code.
         """
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}

@@ -30,6 +30,7 @@ from tutti.config.best import BestMetric
 from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError, UsageError
 from tutti.launcher import heartbeat, watchdog
 from tutti.launcher.context import World
+from tutti.launcher.failure import is_distributed_error
 from tutti.launcher.heartbeat import Phase
 
 log = logging.getLogger("tutti.checkpoints")
@@ -263,7 +264,7 @@ class CheckpointManager:
             self._outcome = self._await(key, "done")
         except Exception as error:
             self._outcome = _reason(error)
-            self._store_failure = str(error) if type(error).__name__ == "DistStoreError" else ""
+            self._store_failure = str(error) if is_distributed_error(error, "DistStoreError") else ""
         finally:
             self._written.set()
             heartbeat.saving.enter(Phase.IDLE)

@@ -342,6 +342,7 @@ def engine() -> CollectiveEngine:
     """Return the collective engine of this process, whose thread performs collectives; start it if none runs.
 
     Starting is collective: every rank of the job must call this function, and a call blocks until rank 0 has called it.
+    An engine from before a new ``tutti.init`` is closed and replaced.
 
     Returns:
         The engine, an object with ``open_session`` (make a namespace in which collectives are started) and ``close``.

@@ -28,9 +28,9 @@ _METHODS: list[_Method] = []
 def ends_graph(method: _F) -> _F:
     """Wrap a method so that ``torch.compile`` breaks the graph at its calls, once ``end_graphs`` has been called.
 
-    For methods that communicate with other ranks, which no graph can hold: compiled code runs them eagerly, between two
-    graphs. Before ``end_graphs`` the compiler traces them as any method. Outside of a trace a call costs hardly more
-    than without the wrapper.
+    For methods that communicate with other ranks. No graph can hold such a call, so that compiled code runs the method
+    eagerly, between two graphs. Before ``end_graphs`` the compiler traces the method like any other. Outside of a trace
+    a call costs hardly more than without the wrapper.
 
     Args:
         method: the method of a class, or a function that is set as a method.

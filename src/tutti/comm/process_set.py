@@ -107,12 +107,13 @@ class DuplicateSetError(UsageError, ValueError):
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, an ordered set of ranks, so that collectives can be called on it; make its process group.
+    """Register a set of ranks as a process set, on which collectives can then be called, and make its process group.
 
     Collective over all ranks, members or not; blocks.
 
     Args:
-        process_set: the set, or the global ranks of its members; equal on all ranks.
+        process_set: the set, or the global ranks of its members in any order, which the set sorts; the same set on all
+            ranks.
 
     Returns:
         ``process_set`` itself, or a new set of the given ranks; its ``process_set_id`` is set.

@@ -33,8 +33,10 @@ def headings(ladder: Ladder) -> tuple[str, ...]:
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
     """Return the rows of the table that compares training configurations (rungs), as formatted texts.
 
-    Numbers are means over the seeds; in the columns about the target of ``--until`` they are medians. ``range`` is half
-    of the largest minus the smallest held-out value over the seeds.
+    Numbers are means over the seeds, except these: ``range`` is half the difference between the largest and the
+    smallest held-out value (``± …``, or ``one seed``), and ``seeds`` the number of runs. Of the columns about a target
+    (``--until``), ``to target`` says how many seeds reached it (``2 of 3``), and the others are medians, with a dash
+    where half of the seeds or more missed it.
 
     Args:
         ladder: the ladder, a series of rungs.

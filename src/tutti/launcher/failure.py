@@ -148,12 +148,21 @@ def failure_exit_code(exception: BaseException) -> int:
         return int(ExitCode.INTERRUPTED)
     if isinstance(exception, OSError) and exception.errno in (errno.ENOSPC, errno.EDQUOT):
         return int(ExitCode.DISK)
-    # By name, to avoid importing torch.
-    if any(base.__name__ == "DistError" for base in type(exception).__mro__):
+    if is_distributed_error(exception):
         return int(ExitCode.PEER)
     if isinstance(exception, RuntimeError) and _LOST_PEER.search(str(exception)):
         return int(ExitCode.PEER)
     return int(ExitCode.UNEXPECTED)
+
+
+def is_distributed_error(exception: BaseException, name: str = "DistError") -> bool:
+    """Return whether an exception is an error of ``torch.distributed``, without importing torch.
+
+    Args:
+        exception: the exception.
+        name: the error's class, such as ``DistStoreError`` of the key-value store; by default the base class of all.
+    """
+    return any(base.__name__ == name for base in type(exception).__mro__)
 
 
 def record_failure(

@@ -18,13 +18,13 @@ def metric_lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
     The record is a dict, the line's JSON object. It is None for a line that is no JSON object, such as the last one of
     a run that was killed as it wrote. File names in records may have bytes that are invalid in UTF-8; these become
-    surrogates, as in ``os.fsdecode``. The whole file is read at the first line.
+    surrogates, as in ``os.fsdecode``. The first ``next`` reads the whole file.
 
     Args:
         run: the run directory.
 
     Raises:
-        OSError: at the first line, ``metrics.jsonl`` is missing or cannot be read.
+        OSError: from the first ``next``: ``metrics.jsonl`` is missing or cannot be read.
     """
     for line in (run / METRICS).read_bytes().splitlines(keepends=True):
         try:

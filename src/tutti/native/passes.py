@@ -285,7 +285,7 @@ class Foreach:
         return list(zip(self.squares(params), found, strict=True))
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters in place by Adam's moments, with foreach operators.
+        """Update parameters in place from Adam's moments, which stay as they are, with foreach operators.
 
         u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
 

@@ -37,7 +37,7 @@ class BufferRef:
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the buffer of a module to which this object refers by ``tensor``, without a copy.
+        """Make ``tensor`` itself, not a copy, the module's buffer to which this object refers.
 
         Args:
             tensor: the new buffer; of any shape and dtype.

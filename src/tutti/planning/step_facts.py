@@ -302,14 +302,15 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 
 
 def row_tensors(tensors: Sequence[TensorFacts], ranks: int) -> list[TensorFacts]:
-    """Return the facts of a rank's rows of sharded parameters, each as one flat tensor, on the rank that has most.
+    """Return the facts of one rank's rows of each sharded parameter as a flat tensor, padding included.
 
     Args:
-        tensors: trainable parameters, whole.
+        tensors: facts of the whole trainable parameters.
         ranks: number of ranks over which the rows (slices along the first dimension) are sharded.
 
     Returns:
-        A copy of each of ``tensors``, in order, with the 1-d shape of that rank's rows.
+        A copy of each of ``tensors``, in order, with a 1-d shape: the elements of the rows of the rank with the most
+        rows, to which the other ranks are padded.
     """
     return [replace(tensor, shape=(tensor.padded(ranks) // ranks,)) for tensor in tensors]
 

@@ -25,11 +25,13 @@ class EpochBatches(Iterator[Batch]):
 
     @staticmethod
     def check_number(number: object, call: str) -> None:
-        """Raise UsageError if the number of an epoch, as a script gives it, is not a whole number of at least 0.
+        """Raise UsageError if a script's number of an epoch is not an integer of at least 0.
+
+        Every object with ``__index__`` counts as an integer, such as a NumPy integer.
 
         Args:
-            number: the script's argument.
-            call: the method that it was given to, such as ``run.epoch``, for the message.
+            number: the argument with which the script calls the method ``call``.
+            call: name of the method, such as ``run.epoch``, for the message.
         """
         try:
             right = operator.index(number) >= 0  # type: ignore[arg-type]

@@ -64,8 +64,8 @@ def train_loop(
         means: means of the epoch under way in a restored run; None for an epoch that begins.
         windows: steps to profile or to trace.
         clock: first start of a resumed run, and its seconds of training; None: the run starts now.
-        throughput: returns tokens and FLOP of one sample and peak FLOP/s of a device, from this rank's first batch;
-            None to report no tokens/s and MFU.
+        throughput: called once, with this rank's first batch; returns tokens and FLOP of one sample, and peak FLOP/s of
+            a device. None to report no tokens/s and MFU.
         watch: tells which evaluation ends the run; None: only the plan ends it.
         plateau: state of the schedule ``plateau``, which follows the evaluations; None for another schedule.
         collate: makes a batch of a list of held-out samples; None: as PyTorch's ``DataLoader``.

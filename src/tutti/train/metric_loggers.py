@@ -235,7 +235,10 @@ class TensorBoardLogger(MetricLogger):
         self._done: int | None = None
 
     def open(self) -> None:
-        """Do nothing: the first values tell from which step on the files of a run before are replaced. Return None."""
+        """Open no file yet, and return None: ``write`` opens the event file with the first values.
+
+        A resumed run repeats steps, whose earlier events TensorBoard then hides; the first values tell which steps.
+        """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Write values to TensorBoard in one event, and open a new event file for the first ones.

@@ -583,12 +583,13 @@ class Run:
     @ends_graph
     @TellFailures()
     def reduce_gradients(self) -> None:
-        """Reduce gradients that the script has assigned to ``.grad`` over the global batch.
+        """Average the gradients that the script has assigned to ``.grad`` over the samples of the global batch.
 
-        For gradients made without a backward into ``.grad``: ``torch.autograd.grad``, ``torch.func``, or by formula.
-        Call it once in the loop's body after the assignments. Each ``.grad`` must be a mean over the samples of the
-        body's batch; in a rank's last body it is complete afterwards, and may be clipped or edited. Collective over the
-        data ranks in a rank's last body: call it on every rank.
+        For gradients that no backward has put into ``.grad``: from ``torch.autograd.grad``, ``torch.func`` or a
+        formula. Call it once in the loop's body, which computes one micro-batch, after the assignments. Each ``.grad``
+        must be a mean over the micro-batch's samples. In a rank's last micro-batch of a global batch the call is
+        collective over the data ranks, so that every rank must make it; ``.grad`` is then the gradient of the global
+        batch, which the script may clip or edit.
 
         Raises:
             UsageError: outside of ``run.microbatches()``; the strategy keeps gradients where a script cannot assign

@@ -64,13 +64,13 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """End the rule that ``begin_custom_loop`` sets for buffers which the script writes. Not collective.
+        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
 
-        Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. A logical
-        worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm statistics; a rank
-        may compute several. From now on a write of the script to a buffer that forwards write too raises UsageError in
-        the next step, on a rank with several workers, unless it is a reset to zeros, or to ones for a variance. The
-        values of resets, and of buffers that no forward writes, are copied to all workers.
+        Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. Each
+        logical worker, a fixed share of the global batch, has its own copy of buffers such as batch-norm statistics;
+        the rule holds on a rank that computes several workers. Within the loop such a write goes to the copy of the
+        rank's last worker; after this call it raises UsageError in the next step. Resets to zeros (ones for a
+        variance), and writes to buffers that no forward writes, still go to the copies of all workers. Not collective.
         """
 
     def named_trained(self) -> NamedParameters:

@@ -229,9 +229,9 @@ class ReplicaPart:
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the model's random number streams (dropout) for one micro-batch, before its forward.
 
-        Custom training loops, whose script calls the model itself, call this before each forward. For a dummy
-        micro-batch (of no samples, which a rank computes only to keep collectives aligned) the model gets copies of its
-        buffers.
+        Custom training loops, in which the script itself calls the model, make this call before the script's forward.
+        For a dummy micro-batch (of no samples, which a rank computes only to keep collectives aligned) the model has
+        copies of its buffers until ``forget``, except those of ``SyncBatchNorm``.
 
         Args:
             micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and

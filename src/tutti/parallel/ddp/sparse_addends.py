@@ -105,7 +105,10 @@ class RankAddends:
         self._terms = [term]
 
     def take(self) -> list[Term]:
-        """Return this rank's term of the step in a list (empty if none was put), and clear it. Not collective."""
+        """Return a list with the term that ``put`` has set in this step, or an empty list, and forget the term.
+
+        A term is a list of this rank's sparse gradients, with None in the place of a missing one. Not collective.
+        """
         terms, self._terms = self._terms, []
         return terms
 

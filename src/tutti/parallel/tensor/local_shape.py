@@ -198,12 +198,16 @@ class LocalShapeMode(TorchFunctionMode):
         return self.slice_.ranks.take_slice(whole, dim, self.slice_.length, self.slice_.name)
 
     def share(self, whole: Tensor) -> Tensor:
-        """Return a copy of a whole tensor for use by this rank's heads, whose backward sums the gradient over ranks.
+        """Return a whole tensor unchanged for use by this rank's heads; backward sums its gradient over tensor ranks.
 
-        Collective over the tensor ranks in backward alone, which all-reduces the gradient.
+        The result shares memory with ``whole``, and is ``whole`` itself while gradients are disabled. Collective over
+        the tensor ranks in backward alone, which all-reduces the gradient.
 
         Args:
             whole: the tensor, equal on all tensor ranks.
+
+        Raises:
+            UsageError: within ``torch.func`` transforms.
         """
         return self.slice_.ranks.all_reduce_gradient(whole, self.slice_.name)
 

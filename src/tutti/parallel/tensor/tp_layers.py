@@ -284,7 +284,8 @@ def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
         layer: name of the split layer or block that the module belongs to.
 
     Raises:
-        UsageError: always; the message proposes to register the hook before ``tutti.prepare``.
+        UsageError: always; the message proposes to register the hook before ``tutti.prepare``, to leave the layer
+            whole, or to take the strategy ``mirrored``.
     """
     raise UsageError(
         f"the strategy cannot be combined with the forward hook on {name}",

@@ -493,8 +493,8 @@ def _is_count(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("count", "itertools.count")
 
 
-class Deciders(Protocol):
-    """Numbers of a script by which it may choose between statements: ``LossFlow`` follows their conditions."""
+class DecidingNumbers(Protocol):
+    """Numbers of a script whose comparisons ``LossFlow`` looks for, such as the counters of a loop; protocol."""
 
     def decide(self, node: ast.AST) -> bool:
         """Return whether an expression has a comparison, or the like, of one of the numbers."""
@@ -504,10 +504,10 @@ class Deciders(Protocol):
 
 
 class LossFlow:
-    """Follows, through the statements of a loop's body or a function, what numbers decide on, up to a loss.
+    """Follows variables on whose values a condition on a number decides, through a loop's body or a function to a loss.
 
     Args:
-        counters: the numbers, such as the loop's counters.
+        numbers: the numbers, such as the loop's counters.
         returns: whether a value that a function returns counts as the loss.
         off: lines of ``if`` statements whose branch never runs.
 
@@ -515,8 +515,8 @@ class LossFlow:
         line: of the first ``backward`` (or ``return``) of such a value, or under a condition by a number; 0 for none.
     """
 
-    def __init__(self, counters: Deciders, returns: bool = False, off: frozenset[int] = frozenset()) -> None:
-        self._counters, self._decided, self._returns, self._off = counters, set[str](), returns, off
+    def __init__(self, numbers: DecidingNumbers, returns: bool = False, off: frozenset[int] = frozenset()) -> None:
+        self._numbers, self._decided, self._returns, self._off = numbers, set[str](), returns, off
         self.line = 0
 
     def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
@@ -559,7 +559,7 @@ class LossFlow:
     def _follow_if(self, statement: ast.If, conditional: bool) -> bool:
         if statement.lineno in self._off:
             return self.follow(statement.orelse, conditional)
-        decides = self._counters.decide(statement.test) or self._depends(statement.test)
+        decides = self._numbers.decide(statement.test) or self._depends(statement.test)
         before, skips = set(self._decided), False
         for branch in (statement.body, statement.orelse):
             after, self._decided = self._decided, set(before)
@@ -569,14 +569,14 @@ class LossFlow:
         return conditional or skips
 
     def _assign(self, target: ast.expr, value: ast.expr, conditional: bool) -> None:
-        self._counters.assign(target, value)
+        self._numbers.assign(target, value)
         is_decided = conditional or self._depends(value)
         for name in _targets(target):
             (self._decided.add if is_decided else self._decided.discard)(name)
 
     def _depends(self, value: ast.expr) -> bool:
         read = {ast.unparse(each) for each in ast.walk(value) if _is_variable(each)}
-        return self._counters.decide(value) or not self._decided.isdisjoint(read)
+        return self._numbers.decide(value) or not self._decided.isdisjoint(read)
 
     def _note_calls(self, node: ast.AST, conditional: bool) -> None:
         for each in ast.walk(node):
@@ -588,7 +588,7 @@ class LossFlow:
 
 
 def _losses_of(returned: ast.expr) -> list[ast.expr]:
-    """Return the losses of a returned tuple: what is named so, or the first value; others, as for a log, are none."""
+    """Return the losses of a returned tuple: variables named ``…loss…``, or else its first value."""
     if not isinstance(returned, ast.Tuple):
         return [returned]
     named = [each for each in returned.elts if _is_variable(each) and "loss" in ast.unparse(each).lower()]
@@ -596,7 +596,7 @@ def _losses_of(returned: ast.expr) -> list[ast.expr]:
 
 
 def _targets(target: ast.expr) -> Iterator[str]:
-    """Yield the variables that an assignment changes; an attribute, or a value by a name, by itself alone."""
+    """Yield the variables that an assignment changes; attributes and ``state["best"]`` are variables of their own."""
     if _is_variable(target):
         yield ast.unparse(target)
     elif isinstance(target, ast.Tuple | ast.List):

@@ -290,18 +290,18 @@ class CrossWorkerWatch(LossWatch):
 
     @contextmanager
     def stage(self, given: Any) -> Iterator[Callable[[Any], None]]:
-        """Return a context manager in which this mode follows the forward of a pipeline stage.
+        """Return a context manager that follows which samples the values in a pipeline stage's forward depend on.
 
-        Outside of ``begin`` and ``end``, and while gradients are disabled, it does nothing. A logical worker, below, is
-        a fixed share of the global batch.
+        Outside of ``begin`` and ``end``, and while gradients are disabled, it follows nothing, and the function that it
+        yields does nothing.
 
         Args:
-            given: the tensors that the stage is given, which depend on the present micro-batch.
+            given: the stage's inputs, whose tensors count as dependent on the present micro-batch.
 
         Yields:
-            A function to call with the stage's results. It raises UsageError if they depend on samples of another
-            logical worker, or on a tensor that the code for another micro-batch has changed as a function of its former
-            values.
+            A function to call with the stage's results. It raises UsageError if the results depend on samples of
+            another logical worker (a fixed share of the global batch), or on a tensor that the code for another
+            micro-batch has changed as a function of the tensor's former values.
         """
         if not self._active or not torch.is_grad_enabled():
             yield lambda result: None

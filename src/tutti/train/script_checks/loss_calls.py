@@ -410,7 +410,7 @@ class LossCalls(TorchFunctionMode):
                 result = call.func(*args, **kwargs)
             (olds, _), (news, _) = (
                 tree_flatten(call.result),
-                tree_flatten(tree_map(_moved, result) if call is moved else result),
+                tree_flatten(tree_map(_with_other_values, result) if call is moved else result),
             )
             values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
 
@@ -473,7 +473,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= most)
 
 
-def _moved(value: Any) -> Any:
+def _with_other_values(value: Any) -> Any:
     """Add unequal positive values, of the size of its largest element, to a tensor of floats."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return value

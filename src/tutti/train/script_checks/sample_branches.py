@@ -44,7 +44,7 @@ def script_stack() -> Stack:
 
 
 def deciding_condition(stack: Stack, is_bool: bool) -> str:
-    """Return the condition on a number of samples that decides on the loss, where the number is read; "" for none.
+    """Return the line that reads a number of the samples on which a condition decides the loss; "" if there is none.
 
     A condition is a comparison with another number than 0, such as ``if loss.item() > 2``. Conditions that ask whether
     there are any samples of a kind (``> 0``), or whether values are finite, decide on no loss that is right otherwise.
@@ -94,7 +94,7 @@ def _function(file: str, line: int) -> ast.FunctionDef | ast.Lambda | None:
 
 
 class _ReadNumbers:
-    """Numbers that a line reads of the samples, and those that are computed from them (``Deciders``).
+    """Numbers that a line reads of the samples, and those that are computed from them (``DecidingNumbers``).
 
     Args:
         line: the line.
@@ -150,7 +150,7 @@ class _ReadNumbers:
 
 
 class _Called:
-    """The result of a function that a line calls, which conditions within the function have decided (``Deciders``).
+    """The result of a function in a line, on which conditions within the function decide (``DecidingNumbers``).
 
     Args:
         line: the line.
