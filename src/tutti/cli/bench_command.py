@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def bench(
     *parts: Annotated[str, Parameter(show=False)],
-    output: Annotated[Path, Parameter(name=("-o", "--output"))] = Path("machine.json"),
+    output: Annotated[Path, Parameter(name=("--out", "-o", "--output"))] = Path("machine.json"),
     svg: Annotated[Path | None, Parameter(show_default=False)] = None,
     ranks: Annotated[str | None, Parameter(show_default=False)] = None,
     device: str = "auto",

@@ -24,7 +24,7 @@ def export(
     *,
     step: Annotated[str, Parameter(show_default=False)] = "newest",
     form: Annotated[Literal["safetensors", "hf", "dcp"], Parameter(name="--format")] = "safetensors",
-    output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
+    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"), show_default=False)] = None,
     only: Annotated[str | None, Parameter(show_default=False)] = None,
     ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     overwrite: Annotated[bool, Parameter(negative="", show_default=False)] = False,

@@ -398,7 +398,8 @@ class PlanAnswer:
             *(("searched", line) for line in self._searched()),
             *(("rests on", line) for line in self.found.rests),
             *(("GUESSED", line) for line in self.found.guesses),
-            *(("refused", f"{line} ({counted(count, 'choice')})") for line, count in self.found.refusals().items()),
+            *(("refused", line) for line in self.found.refusal_lines()),
+            *(("way out", line) for line in self.found.remedies),
             *(("note", line) for line in self.notes),
         ):
             print(f"{label:<9} {line}")

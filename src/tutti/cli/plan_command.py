@@ -327,7 +327,7 @@ def _check_found(found: PlanCandidates) -> None:
     """Raise UsageError, with the reasons of all refusals, if no plan is left."""
     if found.steps:
         return
-    why = "; ".join(f"{text} ({counted(count, 'choice')})" for text, count in found.refusals().items())
+    why = "; ".join(found.refusal_lines())
     remedy = "give other --strategy or --batch-size" if found.searched else "give --machine, or longer runs"
     if found.lacking:
         remedy = "give more --device-memory or --max-devices, or other --strategy or --batch-size"

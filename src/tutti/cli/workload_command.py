@@ -31,7 +31,7 @@ def workload(
     augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"] | None, Parameter(show_default=False)] = None,
     real: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
+    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"), show_default=False)] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
     """Count the FLOP, bytes and activations of a model.

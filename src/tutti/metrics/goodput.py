@@ -296,7 +296,8 @@ def run_goodput(path: Path) -> Goodput:
     try:
         environment = read_json(path / ENVIRONMENT)
     except (OSError, ValueError) as error:
-        raise UsageError("there is no run", where=str(path), why=str(error), remedy="give a run directory") from error
+        why = f"it has no {ENVIRONMENT}" if isinstance(error, FileNotFoundError) else str(error)
+        raise UsageError("there is no run", where=str(path), why=why, remedy="give a run directory") from error
     launched = environment.get("launched") or environment.get("started")
     if not isinstance(launched, int | float):
         raise UsageError(

@@ -328,8 +328,8 @@ class MeasuredCosts(StepCosts):
         probe = 4 * curve_seconds(self.machine.curve(f"device/matmul/{self._known('fp32')}"), 2.0 * 256**3)
         sigma = math.hypot(over_ranks, over_time * math.sqrt(min(1.0, probe / max(seconds, probe))))
         self.note(
-            f"stragglers: computing varies by {sigma:.1%} between ranks, independently and normally, from the jitter "
-            "of short products"
+            f"stragglers: computing varies independently and normally by {over_ranks:.1%} between ranks and by "
+            f"{over_time:.1%} over time (measured over {1e3 * probe:.2g} ms; longer computing varies less)"
         )
         return slowest_factor(ranks, sigma)
 
@@ -347,7 +347,7 @@ class MeasuredCosts(StepCosts):
             raise UsageError(
                 f"{ranks} devices are on {nodes} nodes, and a link between nodes was never measured",
                 where=f"--machine, {counted(self.network.per_node, 'device')} a node",
-                remedy="state it: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take at "
+                remedy="state the link: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take at "
                 f"most {self.network.per_node} devices",
             )
         return self.network.between

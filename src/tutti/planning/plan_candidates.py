@@ -71,6 +71,21 @@ class PlanCandidates:
         short = {_short_words(name, least, memory): n for name, (least, n, memory) in self.lacking.items()}
         return {**self.refused, **short}
 
+    def refusal_lines(self) -> list[str]:
+        """Return one line for each reason: the strategies of the plans that it rules out, the reason, their number.
+
+        >>> PlanCandidates(refused={"tensor: no link": 2, "mirrored: no link": 3}).refusal_lines()
+        ['tensor, mirrored: no link (5 choices)']
+        """
+        by_reason: dict[str, dict[str, int]] = {}
+        for text, number in self.refusals().items():
+            strategy, _, reason = text.partition(": ")
+            by_reason.setdefault(reason, {})[strategy] = number
+        return [
+            f"{', '.join(numbers)}: {reason} ({counted(sum(numbers.values()), 'choice')})"
+            for reason, numbers in by_reason.items()
+        ]
+
     def refuse(self, strategy: str, error: UsageError) -> None:
         """Count a plan that the search leaves out because its strategy or options cannot be carried out or simulated.
 
