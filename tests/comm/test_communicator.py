@@ -97,7 +97,7 @@ def kept_shared_memory() -> list[str]:
     comm.share_memory()
     comm.share_memory(like=line())
     comm.gather_slices(torch.zeros(2), "a call that all make")
-    return list(comm.collective_traffic())
+    return list(comm.collective_facts())
 
 
 def test_shared_memory_is_not_given_up_for_that_of_a_communicator_without_any() -> None:

@@ -182,9 +182,11 @@ def counted(
     copies = [comm for comm, _ in getattr(run.replica, "stage_copies", ())]
 
     def counts() -> dict[tuple[str, str], Any]:
-        kinds = {(name, kind): each for name, comm in axes.items() for kind, each in comm.collective_traffic().items()}
-        for each in copies:
-            for kind, (calls, size) in each.collective_traffic().items():
+        facts = {name: comm.collective_facts() for name, comm in axes.items()}
+        kinds = {(name, kind): tuple(each.values()) for name, found in facts.items() for kind, each in found.items()}
+        for comm in copies:
+            for kind, each in comm.collective_facts().items():
+                calls, size = each["calls"], each["bytes"]
                 before = kinds.get(("tied", kind), (0, 0))
                 kinds["tied", kind] = before[0] + calls, before[1] + size
         return kinds | {("links", str(link)): each for link, each in axes["data"].traffic().items()}

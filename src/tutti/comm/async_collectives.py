@@ -69,13 +69,16 @@ def submit_collective(
 
     Args:
         kind: the collective, such as ``allreduce``.
-        inputs: the tensors.
+        inputs: this rank's tensors.
         name: name of the call; None for a call that is matched by its order.
         process_set: ranks that take part.
         outputs: tensors into which the results are written; None for new ones.
-        convert: makes the result of ``wait`` from the list of results; None for the list itself.
-        shapes: shapes that must be equal on all ranks; None for those of the inputs.
+        convert: makes the value that ``wait`` returns of the list of results; None: ``wait`` returns the list itself.
+        shapes: shapes that are compared between ranks, in the order of ``inputs``; None for the shapes of the inputs.
         given: further attributes of the ``CollectiveCall``, such as ``op`` and ``root``.
+
+    Returns:
+        The handle of the started call, whose ``wait`` blocks and returns the results.
 
     Raises:
         UsageError: ``inputs`` are no dense tensors with values, or are on devices of several types; ``op`` is not

@@ -52,7 +52,7 @@ def in_messages(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T
     A message has at most 64 MiB, or a single tensor that is larger.
 
     Args:
-        items: what is to be sent.
+        items: the tensors, or their descriptions, in the order in which they are sent.
         size: returns the bytes of an item.
 
     Yields:

@@ -36,13 +36,13 @@ class CollectiveCall:
         kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``, ``barrier``, ``join``,
             ``add_process_set`` or ``remove_process_set``.
         name: name of the call; ranks' calls with equal names belong together.
-        process_set: number of the process set, an ordered set of ranks that perform the collective.
+        process_set: number of the process set: the ranks that perform the collective.
         shapes: shape of each tensor; without the first dimension for kinds where it may differ between ranks
             (``UNEVEN``).
         dtypes: dtype of each tensor, such as ``float32``.
         device: device type of the tensors.
-        op: value of ``ReduceOperation``; empty for kinds that do not reduce. A gather for the all-reduce of a sparse
-            tensor has the operation and factors of that.
+        op: value of ``ReduceOperation``; empty for kinds that do not reduce. The all-gather by which a sparse tensor is
+            all-reduced has the operation and factors of that all-reduce.
         prescale, postscale: factors before and after the reduction.
         root: global rank of a broadcast's source; number of a process set that is removed; else -1.
         ranks: members of a process set that is added.
@@ -71,7 +71,7 @@ class CollectiveCall:
     def key(self) -> tuple[int, str]:
         """Pair (number of the process set, name), by which the ranks' calls of one collective are matched.
 
-        A process set is an ordered set of ranks that perform collectives among themselves; 0 is that of all ranks.
+        A process set is a set of ranks that perform collectives among themselves; number 0 is the set of all ranks.
         """
         return self.process_set, self.name
 

@@ -131,10 +131,11 @@ class CollectiveEngine:
         self._connection.send(message)
 
     def share(self, session_number: int, call_number: int, reduction: PostedReduction) -> None:
-        """Tell the coordinator on rank 0 in which shared memory an all-reduce is performed. Local.
+        """Give rank 0's coordinator the shared memory in which the ranks perform an all-reduce. Local.
 
-        A session calls this method on every rank when it has reserved the memory. The coordinator reads there which
-        ranks have contributed their tensors. Does nothing on ranks other than 0, which have no coordinator.
+        The coordinator reads the memory's counters to find which ranks have contributed their tensors. A session calls
+        this method on every rank once it has reserved the memory; on ranks other than 0, which have no coordinator, it
+        does nothing.
 
         Args:
             session_number: number of the session, a namespace in which the ranks' calls are matched by name.

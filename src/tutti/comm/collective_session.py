@@ -103,8 +103,8 @@ class CollectiveHandle:
         """Block until this asynchronous collective is complete and return its result.
 
         Returns:
-            What the blocking function of the same kind returns, such as the reduced tensor for ``allreduce_async``, and
-            the list of results for grouped calls; of a call in place the tensors that it was given. A second call
+            The result of the blocking function of the same kind, such as the reduced tensor for ``allreduce_async``,
+            and the list of results for grouped calls; for a call in place the caller's own tensors. A second call
             returns the same result again, or raises the same error.
 
         Raises:
@@ -192,7 +192,7 @@ class CollectiveSession:
         called ``join``, which resets COUNT.
 
         Args:
-            process_set: number of the process set (ordered set of ranks) that performs the call; 0: all ranks.
+            process_set: number of the process set (set of ranks) that performs the call; 0: all ranks.
             kind: ``call`` for a collective of dense tensors or of an object, whatever it does; ``sparse`` for an
                 all-reduce of sparse tensors; ``barrier``; ``sets`` to add or remove a process set.
         """
@@ -204,8 +204,9 @@ class CollectiveSession:
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
         """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
 
-        Does not wait for other ranks. Where all ranks are on one node, an all-reduce that was performed before sends no
-        message: its tensors are copied to shared memory, if that serves it (``posted_bytes`` is not 0).
+        Does not wait for other ranks. Where all ranks are on one node, a repeated all-reduce sends no message, but
+        copies its tensors to shared memory, unless ``posted_bytes`` says that shared memory cannot serve it (by
+        operation, dtype or size).
 
         Args:
             handle: the new call: its description, this rank's input tensors, which must not be changed before the end

@@ -125,9 +125,10 @@ def grouped_allreduce(
 def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
     """All-gather: concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
-    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients, in ``run.backward`` and ``run.step`` of their sum, as each rank's loss counts by its share of the
-    batch there. Backward performs an all-reduce and an all-gather of the numbers of rows.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of ``tensor`` is this rank's rows of the
+    average of the ranks' gradients. In ``run.backward`` and ``run.step``, which weight each rank's loss by its share of
+    the batch, it is this rank's rows of their sum. Backward performs an all-reduce and an all-gather of the numbers of
+    rows.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -152,9 +153,10 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """All-gather several tensors as one call: concatenate the ranks' tensors along the first dimension, for each.
 
-    Collective over ``process_set``; blocks. Differentiable: this rank's gradients are its rows of the average of the
-    ranks' gradients, in ``run.backward`` and ``run.step`` of their sum, as each rank's loss counts by its share of the
-    batch there. Backward performs an all-reduce and an all-gather of the numbers of rows.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of each tensor is this rank's rows of the
+    average of the ranks' gradients. In ``run.backward`` and ``run.step``, which weight each rank's loss by its share of
+    the batch, it is this rank's rows of their sum. Backward performs an all-reduce and an all-gather of the numbers of
+    rows.
 
     Args:
         tensors: the same number on all ranks, each (rows, …), with trailing dimensions and dtype that are equal on all
@@ -449,12 +451,13 @@ def _begin_gradient(ctx: Any) -> None:
     _averaging.add(ctx)
 
 
-def add_losses() -> None:
-    """Let gradients through all gathers that this rank has made, and not yet differentiated, be sums over ranks.
+def sum_collective_gradients() -> None:
+    """Make the backward of gathers, broadcasts and reduce-scatters sum the ranks' gradients instead of averaging them.
 
-    ``allgather``, ``broadcast`` and ``reducescatter`` average the ranks' gradients, as Horovod's do. Where each rank's
-    loss is weighted by its share of the batch, so that the ranks' losses are terms of one sum, the gradient of that sum
-    is the sum. Not collective; must be called on every rank before the backward.
+    Applies to the calls of ``allgather``, ``broadcast`` and ``reducescatter`` (grouped ones too) that this rank has
+    made with gradients and not yet differentiated. Their average is Horovod's. Where each rank's loss is weighted by
+    its share of the batch, the ranks' losses are terms of one sum, whose gradient is the sum of the ranks' gradients.
+    Not collective; must be called on every rank before the backward.
     """
     for ctx in list(_averaging):
         ctx.op = SUM

@@ -68,7 +68,7 @@ _DONE = Pending(None, None, None)
 
 
 class Communicator:
-    """Collectives among an ordered set of ranks, such as one axis of the device mesh.
+    """Collectives and messages among some ranks of the job, such as the ranks along one axis of the device mesh.
 
     A communicator of one rank returns at once from every call.
 
@@ -119,8 +119,7 @@ class Communicator:
 
         All ranks, unless ``Communicators.tolerate_loss`` has let the run go on without killed ranks. From then on they
         are the ranks that took part in the last collective that compares calls (``all_reduce``, ``broadcast``,
-        ``all_gather`` and methods built on these). The last collective of either communicator that tolerates losses
-        counts: that of all ranks, and that of the data-parallel ranks.
+        ``all_gather`` and methods built on these), of the communicator ``world`` or ``replica``, whichever was later.
         """
         return range(self.size) if self.file_all_gather is None else self.file_all_gather.alive
 
@@ -448,9 +447,9 @@ class Communicator:
     def traffic(self) -> dict[tuple[int, int], LinkTraffic]:
         """Return messages and bytes on each link between ranks of this communicator so far, summed over the ranks.
 
-        Collective over the ranks of this communicator, an all-reduce of the counts; blocks. Point-to-point messages and
-        what a ``ScheduledAllReduce`` reads in shared memory are counted; the messages inside a collective of the
-        backend are not known to this process.
+        Collective over the ranks of this communicator, an all-reduce of the counts; blocks. Counted are point-to-point
+        messages and the transfers of a ``ScheduledAllReduce`` through shared memory, but not the messages that a
+        backend such as NCCL sends inside a collective, which this process does not see.
 
         Returns:
             A dict from (source, destination), as indices within the communicator, to a ``LinkTraffic`` with the number
@@ -474,7 +473,7 @@ class Communicator:
             # torch.compile traces this line in a forward that gathers; it does not know ``nbytes``.
             self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.numel() * tensor.element_size())
 
-    def collective_traffic(self) -> dict[str, LinkTraffic]:
+    def collective_facts(self) -> dict[str, dict[str, int]]:
         """Return the number of calls and bytes of this rank's collectives on gradients and activations so far. Local.
 
         The bytes of a call are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends
@@ -483,14 +482,10 @@ class Communicator:
         accelerators) and calls of ``exchange_parts`` are not counted.
 
         Returns:
-            A dict from the kind to a ``LinkTraffic``: ``messages`` (number of calls) and ``bytes``. Kinds are
-            ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, and ``shared_memory`` for
-            small tensors that all ranks read in the memory of their node.
+            Kind of collective → ``{"calls": N, "bytes": N}``, as ``summary.json`` records it. Kinds are ``all_reduce``,
+            ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, and ``shared_memory`` for small tensors
+            that all ranks read in the memory of their node.
         """
-        return dict(self._collectives)
-
-    def collective_facts(self) -> dict[str, dict[str, int]]:
-        """Return ``collective_traffic`` for ``summary.json``: kind → ``{"calls": N, "bytes": N}``. Local."""
         return {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in self._collectives.items()}
 
     # --- control: every call is compared first ---------------------------------------------------------------------

@@ -29,10 +29,14 @@ def use_session(session: CollectiveSession | None) -> None:
 
 
 def current_session() -> CollectiveSession:
-    """Return the session of this process's public collectives: that of ``use_session``, else the default session.
+    """Return the session in which this process's public collectives match their calls by name.
+
+    It is the session that ``use_session`` was given last, else the default session, which the first call of the process
+    opens; that call blocks until rank 0 has made it, too.
 
     Raises:
         UsageError: within ``collectives_refused``, or before ``tutti.init``.
+        PeerError: rank 0 did not start the thread of its collectives in time.
     """
     if _refused.get():
         raise _refusal()

@@ -181,8 +181,9 @@ class Communicators:
         """Return a communicator over some of the ranks along a mesh axis, with its own process group.
 
         Collective over all ranks of the job, members or not; blocks. Ranks along the axis have the same coordinates on
-        all other axes; one such subgroup is made for each choice of these coordinates, and a member gets its own. A
-        later call with the same arguments uses the same process groups, and sends nothing.
+        all other axes. One subgroup is made for each combination of these coordinates; a member gets the communicator
+        of the subgroup with its own coordinates. A later call with the same arguments uses the same process groups, and
+        sends nothing.
 
         Args:
             name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.

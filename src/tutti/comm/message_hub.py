@@ -138,7 +138,7 @@ class HubConnection:
                 return found
 
     def readable(self, seconds: float | None) -> bool:
-        """Block until ``receive`` would not: a message of rank 0 has arrived, or the connection has ended.
+        """Block until a message of rank 0 has arrived or the connection has ended, and return whether either is so.
 
         Args:
             seconds: longest wait; None: no limit.

@@ -452,7 +452,7 @@ class Coordinator:
             raise ValueError(f"rank {rank} has sent a message of an unknown kind: {kind}")
 
     def share(self, session_number: int, call_number: int, reduction: PostedReduction) -> None:
-        """Tell the coordinator in which shared memory an all-reduce runs, so that it sees which ranks have contributed.
+        """Give the coordinator the shared memory in which an all-reduce runs, to see which ranks have contributed.
 
         The coordinator matches the ranks' calls of collectives on rank 0. Must be called before any rank can report its
         contribution, from the thread of rank 0 that performs collectives.

@@ -1,4 +1,4 @@
-"""Process sets: ordered sets of ranks that perform public collectives among themselves, as in Horovod."""
+"""Process sets: sets of ranks that perform public collectives among themselves, as in Horovod."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tutti.launcher import context
 
 
 class ProcessSet:
-    """An ordered set of ranks that perform collectives among themselves.
+    """A set of ranks that perform collectives among themselves, in increasing order of their global ranks.
 
     Args:
-        ranks: global ranks of the members, in any order; the set has them in increasing order.
+        ranks: global ranks of the members, in any order.
 
     Attributes:
         ranks: global ranks of the members.
@@ -28,10 +28,10 @@ class ProcessSet:
 
     @classmethod
     def of_all_ranks(cls) -> ProcessSet:
-        """Return a new process set (ordered set of ranks for collectives) of all ranks of the job, with number 0.
+        """Return a new process set (a set of ranks for collectives) of all ranks of the job, with number 0.
 
-        Collectives accept it without ``add_process_set``. Its members are those of the job at the time of use, so that
-        it may be made before ``tutti.init``.
+        Collectives accept it without ``add_process_set``. Its members are looked up at each use, so that it may be made
+        before ``tutti.init``.
         """
         process_set = cls(())
         process_set._ranks, process_set.process_set_id = None, 0
@@ -46,7 +46,7 @@ class ProcessSet:
         return list(range(context.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """Return the number of ranks that are members of the process set, an ordered set of ranks for collectives.
+        """Return the number of ranks that are members of the process set, a set of ranks for collectives.
 
         For the set of all ranks, raises UsageError before ``tutti.init``.
         """
@@ -103,7 +103,7 @@ def registered_number(process_set: ProcessSet) -> int:
 
 
 class DuplicateSetError(UsageError, ValueError):
-    """Raised where a process set is added and one of the same ranks exists already."""
+    """Raised where a process set is added and a set of the same ranks is registered already."""
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -119,7 +119,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ``process_set`` itself, or a new set of the given ranks; its ``process_set_id`` is set.
 
     Raises:
-        UsageError: the set is empty, or names a rank twice or one that the job does not have; or ``tutti.init`` was not
+        UsageError: the set is empty, names a rank twice, or names a rank outside of the job; or ``tutti.init`` was not
             called.
         DuplicateSetError: a set of these ranks is known already.
         MismatchError: ranks' calls differ.
@@ -138,7 +138,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set, an ordered set of ranks, so that collectives can no longer be called on it.
+    """Unregister a process set (a set of ranks), so that collectives can no longer be called on it.
 
     Collective over all ranks, members or not; blocks.
 

@@ -22,7 +22,7 @@ class ScheduledAllReduce:
     """An all-reduce (sum) over the data-parallel ranks, by an explicit schedule of point-to-point messages.
 
     Collective over all ranks of the job: the constructor makes process groups and, for ``hierarchical``, shared memory,
-    and all-reduces whether every rank has it. It sums no vector yet.
+    and checks by an all-reduce that every rank has got the memory. It sums no vector yet.
 
     Args:
         comms: communicators of this process; the sum is over ``comms.replica``.

@@ -174,9 +174,10 @@ class SharedMemorySegment:
 class SmallMessages:
     """All-gathers small CPU tensors through the shared memory of a node, with one barrier for each all-gather.
 
-    Faster than sockets, as no sleeping thread must be woken. A slot has two halves that calls use in turn: when a rank
-    writes a half again, every rank has arrived at the barrier of the call between, and so has read it. Each half begins
-    with a digest of its call, which ranks compare before they use the numbers behind it.
+    Faster than sockets, as no sleeping thread must be woken. Each rank's slot has two halves, which calls use in turn:
+    before a rank overwrites a half, it has passed the barrier of the call in between, and every rank had read the half
+    before that barrier. Each half begins with a digest of its call, which ranks compare before they use the numbers
+    behind it.
 
     Args:
         comm: communicator of ranks of one node.

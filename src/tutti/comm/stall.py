@@ -154,8 +154,8 @@ class StallInspector:
     """Waits for the collectives of one process within a timeout, and explains a timeout by the ranks that are missing.
 
     Args:
-        world: rank and store of this process, and what all inspectors of the process share: the transfers that it has
-            started to send, the calls that it has completed last, and its errors.
+        world: rank and store of this process, and three records that all inspectors of the process share: the transfers
+            that it has started to send, the calls that it has completed last, and its errors.
         timeout: seconds that a call may take.
 
     Attributes:

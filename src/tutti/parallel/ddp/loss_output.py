@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.collectives import add_losses
+from tutti.comm.collectives import sum_collective_gradients
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
 from tutti.errors import UsageError, counted, kind_of
@@ -49,7 +49,7 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
             mean does not.
     """
     if not micro_batch.whole:
-        add_losses()
+        sum_collective_gradients()
     if is_dtensor(outcome[0] if isinstance(outcome, tuple | list) and outcome else outcome):
         raise UsageError(
             "the loss is computed from the rows of parameters that this rank has",
