@@ -207,9 +207,7 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of tensors in one group of this state.
-
-        This object gives a state dict of full tensors, which is in memory, the interface of a checkpoint.
+        """Return the names of the tensors that this object holds in memory for one group (kind of state).
 
         Args:
             group: ``model`` for parameters and buffers, or ``optim`` for optimizer state; other groups have no names.
@@ -217,7 +215,7 @@ class GivenState:
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one tensor of a state dict of full tensors, which is in memory; the result shares its storage.
+        """Return one of the full tensors that this object holds in memory, without a copy.
 
         Args:
             group: ``model`` or ``optim``.
@@ -230,7 +228,7 @@ class GivenState:
         return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor of a state dict of full tensors, which is in memory.
+        """Return the shape of one of the full tensors that this object holds in memory.
 
         Args:
             group: ``model`` or ``optim``.
@@ -240,7 +238,7 @@ class GivenState:
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangular region of one tensor of a state dict of full tensors, which is in memory, as a view.
+        """Return a rectangular region of one of the full tensors that this object holds in memory, as a view.
 
         Args:
             group: ``model`` or ``optim``.
@@ -341,17 +339,17 @@ def _more(count: int) -> str:
 
 
 def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:
-    """Call ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
+    """Restore a value from a checkpoint by ``load(saved)``; raise CheckpointError if the value is malformed.
 
     Args:
         manifest: the checkpoint's manifest, whose path the error states.
-        load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
+        load: function that restores the value; raises KeyError, TypeError or ValueError where it is malformed.
         saved: the value, taken from the manifest's ``facts`` (the run's state beside its tensors) and passed to
             ``load``.
         name: name of the value, which the error states.
 
     Raises:
-        CheckpointError: ``load`` raised one of these errors.
+        CheckpointError: ``load`` raised KeyError, TypeError or ValueError.
     """
     try:
         load(saved)

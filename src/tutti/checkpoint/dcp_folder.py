@@ -38,7 +38,9 @@ def is_dcp_folder(path: Path) -> bool:
 
 
 class DcpFolder:
-    """The tensors of a folder of slices by name, each of one file or of several (as ``weights.Weights``).
+    """Reads weights that ``torch.distributed.checkpoint`` has written as slices into a folder of safetensors files.
+
+    Implements the protocol ``Weights``. Tensors are read one at a time, each from the files with its slices.
 
     Args:
         path: the folder.

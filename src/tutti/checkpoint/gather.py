@@ -46,9 +46,10 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         """Gather tensors of a model that is distributed over ranks, and yield each with its name.
 
         Collective over the ranks that together hold one copy of the model, which must ask for the same names. Tensors
-        of together up to 64 MiB travel together, a larger one alone: an all-gather of their rows of each dtype, or a
-        broadcast of their slices of each rank and dtype. The memory that a rank needs beyond its own part is that of
-        one such message and its tensors, if the caller drops each tensor before the next.
+        of up to 64 MiB in all are gathered as one message, a larger tensor alone. For a message with tensors of one
+        dtype there is one all-gather if they are sharded by rows, otherwise one broadcast from each rank with slices of
+        them; with several dtypes each dtype has its own. Beyond its own part of the model, a rank needs memory for one
+        message and its tensors, if the caller drops each tensor before it takes the next.
 
         Args:
             names: names of tensors, in the order to yield them.

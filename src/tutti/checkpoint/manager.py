@@ -209,7 +209,7 @@ class CheckpointManager:
             )
 
     def end(self) -> None:
-        """Block until the last save of a run is complete on all ranks, as ``wait``; it must not have failed.
+        """Block until the last save of a run is complete on all ranks, and raise DiskError if that save has failed.
 
         Raises:
             DiskError: the last save has failed: no later one can make up for it.

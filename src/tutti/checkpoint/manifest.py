@@ -264,10 +264,11 @@ def check_partition(what: str, records: Sequence[SliceRecord]) -> None:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether slices of one tensor cannot partition it: two share an element, or one of several is empty.
+    """Return whether two of a tensor's slices share an element, or one of several slices is empty.
 
-    Elements that no slice covers are not found. For n slices along one dimension the time is about proportional to n:
-    the slices are compared in the order of their offsets in the dimension with the most different offsets.
+    Such slices cannot partition a tensor. Elements that no slice covers are not looked for. For n slices along one
+    dimension the time is about proportional to n: the slices are compared in the order of their offsets in the
+    dimension with the most different offsets.
 
     Args:
         slices: all slices of the tensor, at least one, each with its ``offset`` in the tensor and its shape, ``part``.

@@ -30,7 +30,9 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 class PlainFile:
-    """The tensors of a safetensors file, mapped into memory and read one at a time (as ``weights.Weights``).
+    """Reads weights from one safetensors file, which it maps into memory; implements the protocol ``Weights``.
+
+    The constructor checks the header; a tensor's pages are read when the tensor is.
 
     Args:
         path: the file.

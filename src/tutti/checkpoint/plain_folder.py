@@ -33,7 +33,10 @@ def is_plain_folder(path: Path) -> bool:
 
 
 class PlainFolder:
-    """The tensors of a folder of safetensors files by name, read one at a time (as ``weights.Weights``).
+    """Reads weights from a folder of safetensors files with whole tensors; implements the protocol ``Weights``.
+
+    Such a folder is written by ``save_pretrained`` of transformers. Files are mapped into memory, and tensors are read
+    one at a time.
 
     Args:
         path: the folder.

@@ -160,12 +160,14 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
 
 
 def stored_name(names: Collection[str], name: str, spec: ShardSpec, prefix: str = "") -> str:
-    """Return the name under which a checkpoint has a tensor: its own or a tied one; its own where there is neither.
+    """Return the first name of a model's tensor, its own or a tied one, under which a checkpoint has the tensor.
+
+    If the checkpoint has it under no name, the result is the tensor's own name. ``prefix`` is part of the result.
 
     Args:
         names: names of the checkpoint's tensors.
         name: the tensor's name in the model.
-        spec: gives the names that are tied to it.
+        spec: shape and place of the tensor, whose ``tied`` lists its other names.
         prefix: beginning of the checkpoint's names of such tensors, before the name in the model.
     """
     return prefix + next((n for n in (name, *spec.tied) if prefix + n in names), name)

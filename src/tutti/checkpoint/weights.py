@@ -157,7 +157,8 @@ def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
         patterns: a pattern, or several joined by ``+``, such as ``head.*+norm.*``.
 
     Returns:
-        A ``SomeWeights``: ``records`` describes each selected tensor by name, and ``numbers(name)`` reads one.
+        A ``SomeWeights``: ``records`` describes each selected tensor by name, and ``region(name, offset, shape)`` reads
+        a part of one.
 
     Raises:
         UsageError: a pattern matches no name.

@@ -77,8 +77,8 @@ def open_weights(path: Path) -> Weights:
         path: a checkpoint directory, a safetensors file, or a folder of safetensors files.
 
     Returns:
-        A ``Weights``: ``records`` describes each tensor by name (dtype and shape), and ``numbers(name)`` reads one as
-        an array of unsigned integers.
+        A ``Weights``: ``records`` describes each tensor by name (dtype and shape), and ``region(name, offset, shape)``
+        reads a rectangular part of one as an array of unsigned integers.
 
     Raises:
         CheckpointError: this rank cannot read the weights, or a header is invalid.

@@ -32,9 +32,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 def forwarded_signals() -> tuple[signal.Signals, ...]:
-    """Return ``SIGNALS``, without SIGHUP where this process ignores it: ``nohup`` starts a command so.
+    """Return the signals that this launcher forwards to its ranks: those that stop a run, such as SIGTERM and SIGINT.
 
-    A handler would let the end of a terminal end the run from which ``nohup`` is to keep it.
+    SIGHUP is missing where this process ignores it, as in a command that ``nohup`` has started: a forwarded SIGHUP
+    would end the run together with its terminal, which ``nohup`` is to prevent.
     """
     hangup = signal.getsignal(signal.SIGHUP)
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or hangup is not signal.SIG_IGN)

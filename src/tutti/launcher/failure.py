@@ -111,9 +111,9 @@ _before_report: list[Callable[[BaseException], object]] = []
 
 
 def before_report(function: Callable[[BaseException], object]) -> None:
-    """Register a function that is called with an uncaught exception of the script before it is shown, to add a note.
+    """Register a function that may add a note to an uncaught exception of the script before the exception is shown.
 
-    Replaces the function of an earlier call.
+    Replaces the function of an earlier call. ``add_notes`` calls it.
 
     Args:
         function: takes the exception, and raises none.
@@ -125,7 +125,7 @@ def add_notes(error: BaseException) -> None:
     """Call the function that ``before_report`` has registered, if any, with an exception that is about to be shown.
 
     Args:
-        error: the exception, to which the function may add a note.
+        error: the uncaught exception, to which the function may add a note.
     """
     for function in _before_report:
         function(error)

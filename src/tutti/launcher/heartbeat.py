@@ -144,7 +144,7 @@ class Lane(_Block):
         self._words[_GIVEN_UP] = 1
 
     def seen(self) -> Seen:
-        """Return what the rank's thread has recorded last. Called in the watchdog process, which shares the memory.
+        """Return the thread's last recorded heartbeat. Called in the watchdog process, which shares the memory.
 
         Returns:
             A ``Seen``: ``phase`` (an integer of ``Phase``), ``step`` (the training step), ``beats`` (number of

@@ -249,10 +249,10 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
 
 
 class TetheredRanks:
-    """Processes of this node that hold the ranks of one start of a job, such as an ``ssh`` for each remote rank.
+    """Starts and stops the ranks of a job by local processes, one for each rank, such as an ``ssh`` for a remote rank.
 
-    Engines (``HostsEngine``, ``NodeEngine``, ``SlurmEngine``) start and stop their ranks by it. The standard input of
-    each process carries signals to its rank; the rank ends when the input is closed.
+    Engines (``HostsEngine``, ``NodeEngine``, ``SlurmEngine``) use it for the ranks of each start of the job. The
+    standard input of a process carries signals to its rank; the rank ends when the input is closed.
 
     Args:
         logs: folder for the output of all ranks but the first one.

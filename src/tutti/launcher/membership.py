@@ -85,10 +85,11 @@ class Membership:
     def check(self) -> None:
         """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began.
 
-        ``tutti.init`` and ``hvd.init`` call it while they wait for the other ranks of the set.
+        ``tutti.init`` and ``hvd.init`` call this method while they wait for the other ranks of the set. It sends
+        nothing: the thread that listens to the driver has recorded the loss in ``interrupted``.
 
-        Performs no communication: a thread of this object has recorded the loss (``interrupted``). The error's message
-        is the reason.
+        Raises:
+            PeerError: a rank was lost; the message says why.
         """
         if self.interrupted is not None:
             raise PeerError(self.interrupted)

@@ -99,7 +99,7 @@ def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError
 
 
 def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
-    """Return how a rank has ended whose actor answers a call with an exception, or raise what ends the whole run.
+    """Turn an exception with which Ray answers a call of a rank's actor into the record of the rank's end.
 
     Args:
         error: the exception with which Ray answers the call.
@@ -109,11 +109,11 @@ def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
     Returns:
         The rank's end, with ``code`` -9 (SIGKILL) and ``node``. If the node was lost, ``lost`` says so in words, and
         the rank's slot (place for a rank) is lost too. If the actor's process was killed, such as for lack of memory,
-        ``why`` has Ray's reason and ``remedy`` advice. None if the actor may answer again.
+        ``why`` has Ray's reason and ``remedy`` advice. None if the actor may answer a later call.
 
     Raises:
-        Exception: no rank was lost: the error is a defect, or a failure of Ray itself, for which ``failure_of`` gives
-            the exception to raise, such as ``EngineGone``.
+        Exception: the exception says nothing about the rank's end, and the whole run must end: a defect of tutti, or a
+            failure of Ray itself. ``failure_of`` gives the exception that is raised, such as ``EngineGone``.
     """
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return None

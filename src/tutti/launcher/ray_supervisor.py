@@ -116,7 +116,7 @@ class RankSupervisor:
         process has ended, this method kills what is left of its process group, which may hold the output open.
 
         Args:
-            seconds: how long to wait while there is nothing to tell.
+            seconds: longest time to wait for output or for the end of the process.
 
         Returns:
             Exit code (negative: number of the signal that ended the process; None while the process runs or before

@@ -126,10 +126,10 @@ class Stall:
         return f"made no progress for {self.seconds:.0f} s {when} (phase {Phase.NAMES[phase]}{call}){how}"
 
     def remedy(self) -> str:
-        """Return advice for the user in case the rank that the watchdog kills was not stuck.
+        """Return advice for the user about a rank that the watchdog kills, as a phrase without a full stop.
 
-        The advice is a phrase without a full stop. It names the option that raises the limit of the rank's phase, or
-        says to look for who stopped the rank if a signal had stopped it.
+        For a rank that a signal had stopped: to look for who stopped it. Otherwise: the option that raises the limit of
+        the rank's phase, in case the rank was only slow.
         """
         if self.stopped:
             return "look for who stopped it"
