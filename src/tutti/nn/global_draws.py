@@ -28,12 +28,13 @@ PACKED = 2 * _SIZE + 8 * _NORMALS
 
 
 class GeneratorStates(NamedTuple):
-    """States of both generators.
+    """States of the global random generators of Python (``random``) and NumPy (``np.random``).
 
     Attributes:
-        words: their words and positions.
-        made_by: the key by which both were seeded; or else the two states, as Python and NumPy give them.
-        paired: whether half of a pair of normal draws is left, which the words do not show.
+        words: words and position of the Mersenne Twister of Python, and of NumPy's, as bytes.
+        made_by: the key by which both generators were seeded; or else their states, as Python and NumPy return them.
+        paired: whether a generator still holds the second number of a pair of normal draws, which ``words`` do not
+            show.
     """
 
     words: Words
@@ -42,20 +43,22 @@ class GeneratorStates(NamedTuple):
 
 
 class GlobalDraws:
-    """Keys draws from the global generators of Python (``random``) and NumPy (``np.random``) for each micro-batch.
+    """Seeds the global generators of Python (``random``) and NumPy (``np.random``) by the key of each micro-batch.
 
-    Within a step the draws for a micro-batch follow from its key. After the step the generators have the states of
-    before it, so that the script's draws between steps do not depend on the number of micro-batches.
+    Within a step the random numbers of a micro-batch so depend on its key alone. After the step the generators get back
+    their states from before the step, so that the script's draws between steps do not depend on the number of
+    micro-batches.
 
-    Seeding takes microseconds, and most scripts draw nothing. ``enter`` seeds the generators in steps that
-    ``begin_step`` calls keyed, and for slots (logical worker and micro-batch) that have drawn before. Any other
-    micro-batch starts from the script's own states, which are equal on all ranks of a script that seeds them.
+    Seeding takes microseconds, and most scripts draw nothing. ``enter`` therefore seeds the generators only in steps
+    that begin with ``begin_step(keyed=True)``, and for slots (logical worker and micro-batch) that have drawn before.
+    Any other micro-batch starts from the script's own states, which are equal on all ranks of a script that seeds the
+    generators.
 
     Args:
         always: whether to seed for every micro-batch, because several ranks compute a part of each.
 
     Attributes:
-        late: whether a micro-batch has drawn for which the generators were not seeded.
+        late: whether code has drawn in a micro-batch for which the generators were not seeded.
     """
 
     _under_way: ClassVar[tuple[Words, Words] | None] = None
@@ -73,7 +76,7 @@ class GlobalDraws:
         self._begun: GeneratorStates | None = None
 
     def begin_step(self, keyed: bool) -> None:
-        """Record the states of the generators, which ``end_step`` restores.
+        """Record the states of Python's and NumPy's global generators at the start of a step, for ``end_step``.
 
         Args:
             keyed: whether to seed the generators for every micro-batch of this step.
@@ -84,7 +87,9 @@ class GlobalDraws:
         self._in_step, self._is_keyed = True, keyed
 
     def enter(self, key: int, slot: Slot | None = None) -> None:
-        """Give the generators the states from which the code for a micro-batch draws.
+        """Set Python's and NumPy's global generators for a micro-batch: seed them by its key, if it has to be seeded.
+
+        Otherwise, as the description of the class says, they get the script's own states from the start of the step.
 
         Args:
             key: 64-bit key of the micro-batch.
@@ -100,36 +105,45 @@ class GlobalDraws:
             self._begin(self._script)
 
     def end_step(self) -> None:
-        """Restore the states of before the step; without a step under way nothing is restored."""
+        """Give Python's and NumPy's global generators the states that they had at the start of the step.
+
+        Does nothing to the generators if no step is under way.
+        """
         if self._in_step and self._script is not None:
             self._restore(self._script, self._note())
         self._slot, self._in_step = None, False
         self._begin(None)
 
     def has_drawn(self) -> bool:
-        """Return whether code has drawn, seeded or set a state since the last ``enter``."""
+        """Return whether code has drawn from Python's or NumPy's global generator since the last ``enter``.
+
+        Seeding a generator counts, too.
+        """
         return self._begun is not None and _words() != self._begun.words
 
     def record(self) -> GeneratorStates:
-        """Return the present states of the generators, for ``restore``."""
+        """Return the present states of Python's and NumPy's global generators, for ``restore``."""
         return _states(self._begun)
 
     def restore(self, states: GeneratorStates) -> None:
-        """Give the generators earlier states.
+        """Set Python's and NumPy's global generators back to states that ``record`` has returned.
 
         Args:
-            states: a result of ``record``.
+            states: the result of ``record``.
         """
         self._restore(states, self._note())
 
     def enter_block(self, key: int) -> tuple[GeneratorStates, GeneratorStates | None] | None:
-        """Seed the generators for a call of a block of the model, so that it draws the same on any pipeline stage.
+        """Seed Python's and NumPy's global generators for one call of a block of the model.
+
+        The block then draws the same numbers on whichever pipeline stage it runs.
 
         Args:
             key: 64-bit key of the call: of the micro-batch, the block's name and the number of the call.
 
         Returns:
-            The argument of ``leave_block``; None where the micro-batch is not seeded, and nothing is done.
+            The argument of ``leave_block``: the states before the call, and the states at the start of the micro-batch.
+            None, and no seeding, in a micro-batch for which the generators are not seeded.
         """
         if self._begun is None or not self._seeds:
             return None
@@ -139,7 +153,10 @@ class GlobalDraws:
         return around
 
     def leave_block(self, around: tuple[GeneratorStates, GeneratorStates | None]) -> None:
-        """Restore the states of before a block's call: code after it draws the same without the block on its rank.
+        """Set Python's and NumPy's global generators back to their states from before a block's call.
+
+        The draws of the code behind the block are then the same on a rank that has computed the block and on one that
+        has not.
 
         Args:
             around: the result of ``enter_block``.
@@ -148,7 +165,10 @@ class GlobalDraws:
         self._begin(around[1])
 
     def packed(self) -> Tensor:
-        """Return the states of the generators as a CPU tensor (``PACKED``,) of uint8, for ``unpack``."""
+        """Return the states of Python's and NumPy's global generators as a uint8 tensor, for ``unpack``.
+
+        Its shape is (``PACKED``,) = (5032,); it is on the CPU, so that ranks can send it to each other.
+        """
         normals = np.zeros(_NORMALS)
         words = _words()
         if self._begun is None or words != self._begun.words or type(self._begun.made_by) is not int:
@@ -158,10 +178,10 @@ class GlobalDraws:
         return torch.frombuffer(bytearray(b"".join((*words, normals.tobytes()))), dtype=torch.uint8)
 
     def unpack(self, packed: Tensor) -> None:
-        """Give the generators states of this rank or another one.
+        """Set Python's and NumPy's global generators to states that ``packed`` has returned, on this or another rank.
 
         Args:
-            packed: a result of ``packed``.
+            packed: the result of ``packed``.
         """
         self._note()
         data = packed.numpy().tobytes()

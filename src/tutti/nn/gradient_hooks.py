@@ -52,10 +52,11 @@ def has_gradient_hook(parameter: Tensor) -> bool:
 
 
 def coalesce_micro_batches(parameter: Tensor) -> None:
-    """Coalesce each sparse gradient of a parameter from now on, before autograd adds it to ``.grad``.
+    """Make autograd coalesce each sparse gradient of a parameter before adding it to ``.grad``, from now on.
 
-    Rows that a micro-batch names twice are then added to each other first, and not to the sum of earlier micro-batches,
-    which another rank may have. A second call does nothing.
+    Entries of one micro-batch for the same row are then summed first. Otherwise autograd would add them one by one to
+    the sum of earlier micro-batches, which another rank may have computed, so that the rounding would depend on the
+    number of ranks. A second call does nothing.
 
     Args:
         parameter: a trainable leaf.

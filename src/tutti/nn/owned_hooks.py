@@ -16,9 +16,10 @@ from tutti.torch_compat import MODULE_HOOK_TABLES, accumulation_hooks
 class OwnedHook:
     """Hook that calls a bound method by a weak reference, and does nothing once the method's object is gone.
 
-    The object may refer to a run. A script that keeps a model, or gives it to ``tutti.prepare`` again, would otherwise
-    keep each run of the model with its gradients and data. Python's garbage collector cannot follow a hook on a tensor
-    at all. An object and no function, because PyTorch sets attributes on some hooks.
+    The object may refer to a run. A strong reference would let a script that keeps a model, or gives it to
+    ``tutti.prepare`` again, keep each run of the model with its gradients and data: Python's garbage collector cannot
+    follow a hook on a tensor. The hook is an object instead of a function, because PyTorch sets attributes on some
+    hooks.
 
     Args:
         method: bound method, which is called with ``given`` and then with the arguments that PyTorch gives the hook.
@@ -35,15 +36,15 @@ class OwnedHook:
             self._function(owner, *self._given, *args)
 
     def ended(self) -> bool:
-        """Return whether the method's object is gone."""
+        """Return whether the object whose method this hook calls is gone, so that the hook does nothing any more."""
         return self._owner() is None
 
 
 def remove_ended_hooks(model: nn.Module) -> None:
     """Remove the hooks of runs that no longer exist from a model's modules and parameters. Not collective.
 
-    A run refers to itself, so that one that the script has dropped exists until Python collects reference cycles; the
-    function collects them first if the model has hooks of a run.
+    A run is part of reference cycles: one that the script has dropped exists until Python's garbage collector runs. The
+    function therefore first runs the collector, if the model has hooks of a run.
 
     Args:
         model: the script's model, before ``tutti.prepare`` adds hooks of a new run.

@@ -208,14 +208,13 @@ class GradientParts:
 class PartGradient(IncompleteGradient):
     """Placeholder in ``.grad`` for a gradient of which this rank has a part: the script computes with the whole one.
 
-    Norms, scaling and clamping in place, as ``clip_grad_norm_`` and the like need them, gather no gradient. Neither do
-    other in-place functions that act element by element: their operands are cut like the gradient. All other functions
-    are given a copy of the whole gradient, all-gathered over the ranks that hold the parts, and what they write in
-    place is cut again. Their results are plain tensors, equal on all ranks: of the whole gradient, or of this rank's
-    part where an operand is such a part. A view of the gradient is a ``GradientView``, which writes into the gradient
-    what the script writes into the view. Every edit is also applied to the few numbers ``probe``, by which ranks find
-    that they have edited differently.
-    ``GradientParts.conceal`` makes these objects.
+    Norms, scaling and clamping in place, as in ``clip_grad_norm_``, gather no gradient. Neither do other in-place
+    functions that act element by element: their operands are cut like the gradient. Any other function is called with a
+    copy of the whole gradient, all-gathered over the ranks that hold the parts; of a result that it writes in place
+    each rank keeps its part. Results are plain tensors, equal on all ranks: of the whole gradient, or of this rank's
+    part where an operand is such a part. A view of the gradient is a ``GradientView``, whose writes go into the
+    gradient. Every edit is also applied to ``probe``, three numbers that ranks compare to find whether they have edited
+    the gradient differently. ``GradientParts.conceal`` makes these objects.
 
     Attributes:
         parts: the ``GradientParts`` that this gradient belongs to, which computes norms.
@@ -350,7 +349,7 @@ class PartGradient(IncompleteGradient):
         ``term`` is not itself a placeholder of a gradient.
 
         Args:
-            term: what the script adds: a tensor or a number.
+            term: the tensor or number that the script adds.
         """
         there = self.whole and (self.elsewhere or self.own() is not None)
         # In a backward autograd accumulates a gradient of the script's own.
@@ -504,9 +503,9 @@ class PartGradient(IncompleteGradient):
 class GradientView(Tensor):
     """View of a gradient of which this rank has a part, such as ``p.grad.view(-1)``: a view of a gathered copy.
 
-    What the script writes into the view is written into the gradient. Where the script has edited the gradient since,
-    a use of the view gathers it again; all ranks of the group then do, since they make the same edits. Other tensors
-    that functions return are plain ones.
+    Writes of the script into the view are also made in the gradient. A use of the view after an edit of the gradient
+    gathers the gradient again; this is collective over the ranks that hold the parts, all of which make the same edits
+    and uses. Functions with the view as an argument return plain tensors, except for views of it.
     """
 
     _gradient: PartGradient
@@ -641,9 +640,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def real_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in the widest real dtype of its device, (*shape), without gradient.
+    """Return a tensor's values as real numbers in the widest floating-point dtype of its device, without gradient.
 
-    Of complex ones both parts, (*shape, 2).
+    The result has the shape of ``tensor``; for a complex tensor it is (*shape, 2), with real and imaginary parts.
+
+    Args:
+        tensor: any dense tensor; not changed.
     """
     values = tensor.detach()
     parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -36,8 +36,8 @@ class RngSnapshot(NamedTuple):
         key: that key, or the seed that the script has given the generator since; modules' streams are keyed by it.
         calls: number of calls in this micro-batch of each module that draws from a stream of its own, by name.
         replaying: whether a forward is being recomputed, for activation checkpointing.
-        begun: these numbers of calls at the micro-batch's beginning.
-        earlier: by each seed of a module's call the seed before it and the module's name.
+        begun: value of ``calls`` at the beginning of the micro-batch on this rank.
+        earlier: seed that a module's call has set → (seed of the generator before the call, name of the module).
     """
 
     micro_batch: int
@@ -55,12 +55,13 @@ class RngStreams:
     stream of its own: a forward pre-hook, which the constructor registers, seeds the generator by the micro-batch, the
     module's name and the number of the call. The hook raises UsageError if the script recomputes such a module in
     backward (its own ``torch.utils.checkpoint`` with ``preserve_rng_state=False``) that was called several times in the
-    micro-batch. The hooks do not keep this object in memory, and do nothing once it is gone. The script's own modules
-    among these also have streams of their own of Python's and NumPy's global generators.
+    micro-batch. The hooks do not keep this object in memory, and do nothing once it is gone. For modules of
+    user-defined classes, the hook also seeds Python's and NumPy's global generators, whose states come back after the
+    module's forward.
 
-    A seed that the script gives the device's generator takes the place of the micro-batch's key, and a state of the
-    generator that the script has saved and sets again brings back the numbers of calls of that time: modules then draw
-    the same numbers again, as in plain PyTorch.
+    The script may seed the device's generator itself: its seed then takes the place of the micro-batch's key. It may
+    also set a state of the generator that it has saved: the numbers of calls are then those at the time of saving. In
+    both cases modules draw the same numbers again, as in plain PyTorch.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
@@ -138,7 +139,10 @@ class RngStreams:
         self._calls, self._begun, self._earlier = dict(calls), dict(calls), {}
 
     def end_step(self) -> None:
-        """End the step: the script's own states of all global generators are back, until the next ``enter``."""
+        """Give Python's and NumPy's global generators the states that they had before the step, at the step's end.
+
+        Until the next ``enter`` the script draws from these states, and ``script_seed`` is None.
+        """
         self._is_between = True
         self.of_python.end_step()
 
@@ -206,9 +210,10 @@ class RngStreams:
 
     @property
     def script_seed(self) -> int | None:
-        """The seed that the script has given the generator in this micro-batch; None for none, and after the step.
+        """Seed that the script has given the device's generator in this micro-batch; None for none, and after the step.
 
-        It is that of the state from which the generator draws at present, or from whose seed a module's call follows.
+        If modules with streams of their own have seeded the generator since, or if the script has set a state of the
+        generator instead, it is the seed from which the present state follows.
         """
         if self._is_between:
             return None
@@ -217,7 +222,10 @@ class RngStreams:
         return None if source == self._root & _MASK else source
 
     def states_of_seed(self) -> tuple[Tensor, Tensor]:
-        """Return the present state of the device's generator, and the one it had when it got its present seed."""
+        """Return two states of the device's generator: its present state, and its state just after its last seeding.
+
+        Both are CPU tensors of uint8, as ``torch.Generator.get_state`` returns them; they differ once code has drawn.
+        """
         fresh = torch.Generator(self._generator.device).manual_seed(self._generator.initial_seed())
         return self._generator.get_state(), fresh.get_state()
 

@@ -84,7 +84,7 @@ class ScriptEdits:
         Args:
             func: the function, as ``__torch_function__`` is given it.
             args, kwargs: its arguments.
-            result: what the call has returned.
+            result: result of the call.
         """
         if not kwargs and not any(id(each) in self.ids or isinstance(each, list | tuple) for each in args):
             # Most calls of a script.

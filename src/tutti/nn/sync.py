@@ -24,8 +24,8 @@ class Peers:
     """State that all synchronised batch norms of one model share on this rank.
 
     Args:
-        line: communicator of the ranks whose samples are normalised together, with a process group of its own: its
-            messages must never mix with those of gradients.
+        line: communicator of the ranks whose samples are normalised together, with a process group of its own, so that
+            its messages never mix with those of gradients.
 
     Attributes:
         line: the argument ``line``.

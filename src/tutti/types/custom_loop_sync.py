@@ -196,7 +196,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
+        """Make the coming update use the gradients as the script has edited them in ``.grad``, such as clipped ones.
 
         A custom training loop calls this right before ``optimizer_step``. If the optimizer updates other tensors than
         the script's parameters (shards), the gradients of these tensors are set to the script's. Nothing is sent: the
@@ -344,7 +344,7 @@ class LocalStepSync(CustomLoopSync, Protocol):
             step_context: the step under way, with the factor on the initial learning rates.
 
         Returns:
-            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False. ``skipped`` is
+            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``in_sync`` False. ``skipped`` is
             True where this worker's update was skipped; then ``nonfinite`` has the names of at most three of its
             parameters whose gradient is not finite.
         """

@@ -211,7 +211,7 @@ class GradientSync(Protocol):
             An ``UpdateResult``: ``updates``, the number of updates made (0 if the update was skipped; with asynchronous
             servers those of all workers since this rank's last step); ``skipped``, whether the update, or that of one
             of the workers, was skipped; ``nonfinite``, the names of parameters whose gradient is not finite (where
-            names are all-gathered at most three from each rank); ``together``, whether the parameters on this rank are
+            names are all-gathered at most three from each rank); ``in_sync``, whether the parameters on this rank are
             now those of the whole run; and ``global_step``, the steps of all workers with asynchronous servers that
             count these, else None.
 

@@ -107,8 +107,9 @@ class EditRecords(Protocol):
     def take(self) -> list[str]:
         """Return a line of text for each parameter that the script has written since the previous call of ``take``.
 
-        The lines are as of ``lines``, and the records of these writes are deleted. Not collective: the lines are equal
-        on all ranks whose scripts have made the same writes, so that the caller can compare them; empty without writes.
+        The lines have the form of those of ``lines``; the list is empty without writes. Deletes the records of these
+        writes. Not collective: the lines are equal on all ranks whose scripts have made the same writes, so that the
+        caller can compare them.
         """
         ...
 

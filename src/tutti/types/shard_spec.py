@@ -20,8 +20,8 @@ class ShardSpec:
         tied: other names of the same tensor (tied weights).
         dim: the dimension along which the local tensor is put together from ``ranges``.
         ranges: ``(begin, end)`` of each part of the global tensor along ``dim`` that the local tensor holds, one after
-            the other, such as heads of queries, keys and values in one matrix; none for a slice of one part. Along the
-            first dimension the local tensor may end before the last of them.
+            the other, such as heads of queries, keys and values in one matrix; none for a slice of one part. A local
+            tensor that was cut by rows may hold only the beginning of them (``dim`` is then 0).
     """
 
     shape: tuple[int, ...]

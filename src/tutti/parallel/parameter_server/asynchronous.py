@@ -340,7 +340,7 @@ class AsynchronousServerSync(RemoteGradients):
         Returns:
             An ``UpdateResult``: ``updates``, the number of these updates on the first server; ``skipped``, True if the
             gradient of one of this rank's workers was not finite and so made no update, and then ``nonfinite`` has the
-            names of its non-finite parameters; ``together`` is False, as each worker has parameters of its own last
+            names of its non-finite parameters; ``in_sync`` is False, as each worker has parameters of its own last
             read; ``global_step``, the steps of all workers divided by their number where the run counts the workers'
             steps together, else None.
         """
