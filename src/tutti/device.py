@@ -474,12 +474,11 @@ def default_generator(device: torch.device) -> torch.Generator:
 def forked_generators(device: torch.device) -> Iterator[None]:
     """Return a context manager that restores the global random generators at its end.
 
-    These are the default generators of the CPU and of a device, and those of Python and NumPy.
-
-    Random draws within its block therefore do not change later ones.
+    Random draws within its block therefore do not change later ones. The generators are the default generators of the
+    CPU and of a device, and those of Python and NumPy.
 
     Args:
-        device: device of the run; on the CPU only the CPU's generator is restored.
+        device: device of the run; for the CPU, no accelerator's generator is restored.
     """
     import numpy as np
     import torch
@@ -733,7 +732,7 @@ def collective_library_version() -> int:
 
 
 def accelerator_facts() -> dict[str, Any]:
-    """Return what torch knows about this machine's accelerators, for ``tutti doctor``. Loads the driver.
+    """Return facts about this machine's accelerators as torch states them, for ``tutti doctor``. Loads the driver.
 
     Returns:
         Facts by name: ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available`` (whether

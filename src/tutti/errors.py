@@ -279,7 +279,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, in words for a message: its type with an article, or the name of a class itself.
+    """Return the type of a value in words for a message, with an article; for a class, the name of the class itself.
 
     Args:
         value: any object.
@@ -313,8 +313,8 @@ def script_line_of(error: BaseException) -> str:
 def own_line_of(error: BaseException) -> str | None:
     """Return the place in the user's own code at which an exception arose, as ``FILE:LINE``; else None.
 
-    The place is the innermost frame of the traceback whose file is neither of tutti nor of torch, of another installed
-    package or of Python's library.
+    The place is the traceback's innermost frame in a file that belongs neither to tutti, torch or another installed
+    package, nor to Python's library.
 
     Args:
         error: an exception that was raised.
@@ -329,8 +329,7 @@ def own_line_of(error: BaseException) -> str | None:
 def script_line() -> str:
     """Return the place in the user's code that is being run now, as ``FILE:LINE``, for messages.
 
-    The place is the innermost stack frame whose file is outside of the packages torch and tutti, and not
-    ``contextlib.py``; ``the script`` if there is none.
+    The place is the innermost stack frame in a file of the user (``is_script_file``); ``the script`` if there is none.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -341,10 +340,14 @@ def script_line() -> str:
 
 
 def is_script_file(file: str) -> bool:
-    """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named.
+    """Return whether a source file counts as the user's: it is outside of the packages torch and tutti.
 
-    ``contextlib.py`` is none of the user's: its decorators call functions of both packages. Nor is the iterator of
-    tqdm, which loops of scripts are written around.
+    ``contextlib.py`` does not count, because its decorators call functions of both packages, nor does tqdm's
+    ``std.py``, whose iterator scripts write around their loops. A folder named ``torch`` or ``tutti`` elsewhere does
+    not matter.
+
+    Args:
+        file: path of the file, as a stack frame or traceback has it.
     """
     packages = tuple(sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules)
     return not file.startswith(_folders(packages)) and not file.endswith(("/contextlib.py", "/tqdm/std.py"))

@@ -49,7 +49,8 @@ def free_memory(processes: int) -> int:
 def peak_resident() -> int:
     """Return the largest resident set of this process so far, in bytes: its memory with all libraries, not swapped out.
 
-    A process that was started by ``fork`` and ``exec`` may state the parent's where that was larger.
+    In a process that was started by ``fork`` and ``exec`` the result may be the parent's largest resident set, if that
+    was larger.
     """
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

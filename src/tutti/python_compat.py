@@ -82,12 +82,15 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
 class PublicGeneratorState:
     """Position and words of Python's global random generator, by ``random.getstate`` and ``random.setstate``.
 
-    For a Python in which they are not where ``generator_memory`` looks for them.
+    ``generator_memory`` is such an object in a Python whose generator object has another memory layout than CPython's.
     """
 
     @property
     def raw(self) -> bytes:
-        """Position and words, 625 unsigned integers of 32 bits; set it where no half of a pair of normals is left."""
+        """Position and words of the generator: 625 unsigned integers of 32 bits. Assign them to set the generator.
+
+        Setting also drops the second number of a pair of normal draws, which the generator may hold.
+        """
         *words, position = random.getstate()[1]
         return array("I", (position, *words)).tobytes()
 
@@ -177,8 +180,8 @@ class LiveObjects(Generic[_T]):
 
     The garbage collector tracks instances of Python classes and containers, but no ints or strings. A search of all
     tracked objects takes a tenth of a second once PyTorch is loaded. It is made for every ``LiveObjects`` at once, and
-    each keeps weak references to its objects. Until the collector has moved objects into its oldest generation, the two
-    younger ones have all that were made since.
+    each keeps weak references to its objects. As long as the collector has moved no objects into its oldest generation
+    since then, all newer objects are in the two younger ones, and only these are searched.
 
     Args:
         kinds: the classes; objects of their subclasses are included.

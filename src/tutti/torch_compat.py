@@ -285,7 +285,8 @@ def is_dtensor(tensor: object) -> bool:
     """Return whether an object is a ``DTensor``: this rank's part of a tensor that PyTorch has split over ranks.
 
     The public test is ``isinstance``, for which ``torch.distributed.tensor`` must be imported. That takes a second,
-    which most runs do not need; a method that only this subclass of tensors has tells as much.
+    which most runs do not need; the test here is whether the object has the method ``to_local``, which no other tensor
+    has.
 
     Args:
         tensor: any object.
@@ -336,7 +337,7 @@ def storage_uses(tensor: Tensor) -> int:
 def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which a tensor is a view, as autograd records it; None if it is no view.
 
-    Of a view of a view it is the tensor on which all of them are views, and never a view itself.
+    The result is never a view itself: for a view of a view it is the tensor on which both are views.
 
     Args:
         tensor: the possible view.
@@ -699,10 +700,10 @@ def factor_of_node(node: Any) -> Tensor | None:
 
 
 def count_of_nansum(node: Any) -> int | None:
-    """Return how many elements that are not NaN ``nansum`` has added up; None for the nodes of other operators.
+    """Return the number of elements that ``nansum`` has added up: those that are not NaN.
 
     Args:
-        node: an autograd node, such as ``loss.grad_fn``.
+        node: an autograd node, such as ``loss.grad_fn``; None is returned for the nodes of other operators.
 
     Raises:
         RuntimeError: a backward has freed the tensors that the node has saved.
@@ -720,7 +721,7 @@ def sums_losses(node: Any) -> bool:
 
 
 def reduces_losses(node: Any) -> bool:
-    """Return whether an autograd node is that of a loss function of PyTorch with another ``reduction`` than ``"none"``.
+    """Return whether an autograd node is that of a loss function of PyTorch with ``reduction="mean"`` or ``"sum"``.
 
     Args:
         node: an autograd node; False for one of another function.
@@ -750,11 +751,11 @@ def constant_operand(node: Any) -> Tensor | None:
 
 
 def index_of_node(node: Any, output: int = 0) -> int | None:
-    """Return the index in the first dimension of the only row that a node of autograd has taken of a tensor.
+    """Return the index of the single row that an operator has taken along a tensor's first dimension.
 
     Args:
         node: an autograd node; that of ``tensor[3]`` is ``SelectBackward0``, of ``tensor[3:4]`` ``SliceBackward0``.
-        output: which of the node's results, as of ``tensor.unbind()`` and ``tensor.split(1)``.
+        output: index of the operator's result, if it has several, as ``tensor.unbind()`` and ``tensor.split(1)``.
 
     Returns:
         The index, from 0; None for other operators, for several rows, and for a selection in another dimension.
@@ -774,13 +775,14 @@ def index_of_node(node: Any, output: int = 0) -> int | None:
 
 
 def mask_of_node(node: Any) -> Tensor | None:
-    """Return the booleans by which a choice of elements that autograd has recorded was made, such as ``losses[mask]``.
+    """Return the mask by which an indexing that autograd has recorded, such as ``losses[mask]``, selects elements.
 
     Args:
         node: an autograd node.
 
     Returns:
-        The first tensor of booleans among the indices; None for other operators, and for a choice by numbers alone.
+        The mask, a tensor of booleans or uint8; of several masks the first. None for other operators, and for indexing
+        by numbers alone.
     """
     if node.name() == "MaskedSelectBackward0":
         mask: Tensor = node._saved_mask
@@ -893,8 +895,8 @@ def leave_function_mode(mode: TorchFunctionMode) -> int | None:
 def function_mode_aside(mode: TorchFunctionMode) -> Iterator[None]:
     """Leave a function mode for a block, and enter it again in its place among the active modes.
 
-    A mode that passes all calls on would still take a call of Python code for each of them. If the mode is not active,
-    as while it handles a call, the block leaves it as it is.
+    A mode that stays active and passes all calls on would cost a call of Python code for each of them. If the mode is
+    not active, as while it handles a call, the block leaves it as it is.
 
     Args:
         mode: the mode.
@@ -1014,7 +1016,7 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable
         call: called with the arguments of ``module(…)``; its result is that of ``module(…)``.
 
     Returns:
-        What ``module(…)`` called before: an earlier replacement, or None.
+        The replacement that an earlier call has set; None without one.
     """
     before: Callable[..., Any] | None = module._compiled_call_impl
     module._compiled_call_impl = call
@@ -1543,9 +1545,10 @@ def make_elastic_agent(
     """Make a ``LocalElasticAgent`` of torchrun that starts, monitors and ends processes by the caller's functions.
 
     Args:
-        spec: the ``WorkerSpec``, which processes to start.
-        logs: the ``LogsSpecs``, where the processes' output goes.
-        prefix: template of the prefix of lines on the terminal, as torchrun's ``log_line_prefix_template``.
+        spec: the ``WorkerSpec``: number of processes, their program, and the interval at which they are monitored.
+        logs: the ``LogsSpecs``: the destinations of the processes' output.
+        prefix: template of the text before each line of output on the terminal, as torchrun's
+            ``log_line_prefix_template``.
         start: called to start all processes with the agent's own method, which it must call and whose result (process
             ids by local rank) it must return.
         monitor: returns the processes' state as a ``RunResult``; called at every monitoring interval of ``spec``.

@@ -121,10 +121,10 @@ class Started:
 
 
 class Running:
-    """A training run that another process started, found by its run directory; leaving the object does not end it.
+    """A training run that another process has started, found by its run directory.
 
     The constructor searches the processes of this machine. Where it finds none, ``devices`` is 0, and ``code`` must not
-    be called.
+    be called. The end of a ``with`` block does not end the run.
 
     Args:
         directory: the run directory, on this machine.

@@ -58,12 +58,12 @@ class Rules:
         Args:
             fault: the fault, of which only the kind counts.
             since_full: number of checkpoints that were finished since a ``fill`` fault ended; None: the disk was never
-                full. Saves that fail on a full disk leave a longer gap between checkpoints.
+                full.
 
         Returns:
-            Number of steps; 0 for ``slow`` and ``terminate``. For the other kinds None if nothing is promised: always
-            for ``fill``; where the checkpoint interval (``every`` of these rules) is unknown; and where the run may
-            resume from a checkpoint older than such a gap, because ``since_full`` is 0 (for ``corrupt``: 0 or 1).
+            Number of steps; 0 for ``slow`` and ``terminate``. None if no limit is promised: for ``fill``; for an
+            unknown checkpoint interval (``every``); and if the run may have to resume from a checkpoint that is older
+            than the failed saves of a full disk, because ``since_full`` is 0 (for ``corrupt``: 0 or 1).
         """
         if fault.kind in ("slow", "terminate"):
             return 0

@@ -28,7 +28,7 @@ def alive(process: psutil.Process) -> bool:
     """Return whether a process exists and is no zombie; a process stopped by SIGSTOP counts as alive.
 
     Args:
-        process: the process; that its number has been given to another process is noticed.
+        process: the process; the result is also False if it has ended and its number belongs to another process now.
     """
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -40,8 +40,8 @@ class RunProcesses:
     """The processes of a training run at one moment.
 
     Attributes:
-        launcher: the parent process of the ranks; for a run of a single process that process itself, or None if
-            another launcher has started it; None without processes.
+        launcher: the parent process of the ranks; for a run of a single process that process itself. None if another
+            launcher has started the single process, and if no process was found.
         ranks: process of each rank, by rank.
     """
 

@@ -219,8 +219,8 @@ def possible_sizes(task: str, config: TrainConfig) -> list[int]:
 def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
     """Return whether a run sets ``--wait``, the time for which it waits for another device after the loss of one.
 
-    It does by the flag, by the variable ``TUTTI_WAIT``, or by a value in a file that is not the default. A default in a
-    file does not count, because a file that tutti has written, such as a plan, states every option.
+    The run sets it by the flag, by the variable ``TUTTI_WAIT``, or by a value in a file. The default as a value in a
+    file does not count, because files that tutti writes, such as a plan, state every option.
 
     Args:
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.

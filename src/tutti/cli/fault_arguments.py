@@ -29,8 +29,8 @@ def read_command(words: Sequence[str]) -> Command:
         words: the command, with or without a first word ``tutti``.
 
     Returns:
-        ``words`` of the command, ``task``, ``config`` (resolved, with a number of devices) and ``directory``, the run
-        directory, which is made unless the command resumes a run.
+        A ``Command``: ``words`` of the command, ``task``, ``config`` (resolved, with a number of devices) and
+        ``directory``, the run directory, which is made unless the command resumes a run.
 
     Raises:
         UsageError: ``words`` are no ``train`` command, or a value of an option is malformed.

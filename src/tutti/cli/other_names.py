@@ -36,7 +36,7 @@ _BY_COMMAND = {
 
 
 def name_here(command: str, option: str) -> str | None:
-    """Return what tutti calls an option that other programs call ``option``; None for a name that is not known.
+    """Return tutti's name for an option that other programs call ``option``; None for an unknown name.
 
     Args:
         command: ``train`` or ``run``.

@@ -70,9 +70,11 @@ class PlanVerifier:
             )
 
     def verify(self) -> list[PlannedStep]:
-        """Train the best plans that this machine has devices for, and return their measured steps.
+        """Train the best plans on this machine for a few steps each, and return their measured steps.
 
-        A plan that cannot be trained is left out, and a note says why.
+        The plans are those of the shortest predicted training that need at most as many devices as this machine has, in
+        number at most ``--verify``. For each plan, ``answer.notes`` gets a line with the measured and the predicted
+        time of a step; a plan whose training fails gets a line with the reason, and has no measured step.
 
         Raises:
             UsageError: this machine has devices for none of the plans.

@@ -48,10 +48,14 @@ def report_runs(
 
 
 def recipe_law(path: Path) -> TargetLaw:
-    """Read the law of samples to a target from a ``recipe.json`` of ``tutti noise``, for a report.
+    """Read from a ``recipe.json`` of ``tutti noise`` how many samples training needs to its target at each batch size.
 
     Args:
         path: the file.
+
+    Returns:
+        The law E(B) = E_min(1 + B/B_crit) of the samples with global batch B, as a report draws it: ``draws`` has pairs
+        (E_min, B_crit), one of them if the recipe has no draws from their posterior.
 
     Raises:
         UsageError: the file is missing, or is no recipe.

@@ -117,7 +117,7 @@ class ElasticFlags:
     def given(self) -> bool:
         """Whether the job is elastic: an option other than ``elastic_timeout`` is given.
 
-        Raises UsageError for an ``elastic_timeout`` below 0, and in a job that is not elastic.
+        Raises UsageError if ``elastic_timeout`` is below 0, or is given and the job is not elastic.
         """
         elastic = replace(self, elastic_timeout=None) != ElasticFlags()
         if self.elastic_timeout is not None:

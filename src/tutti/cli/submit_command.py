@@ -175,9 +175,10 @@ def read_submission(command: Sequence[str]) -> Submission:
         command: words of the command, without ``tutti``.
 
     Returns:
-        ``words`` of the command, ``name`` of the job (the task's or script's), ``sizes`` (least and most devices),
-        ``runs``, the folder in which the command makes its run directory (None if it makes none, or names the directory
-        itself), and ``script`` of a ``run`` command, with whether it is a module, not checked (else None).
+        A ``Submission``: ``words`` of the command, ``name`` of the job (the task's or script's), ``sizes`` (least and
+        most devices), ``runs``, the folder in which the command makes its run directory (None if it makes none, or
+        names the directory itself), and ``script`` of a ``run`` command, with whether it is a module, not checked (else
+        None).
 
     Raises:
         UsageError: the command is neither ``train`` nor ``run``, a value of an option is malformed, the script of a

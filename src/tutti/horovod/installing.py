@@ -128,9 +128,10 @@ def install(replace: bool = False) -> bool:
 
 
 def serve_spawned() -> None:
-    """Serve ``import horovod`` in this process as the process that has spawned it does; called by that import.
+    """Make ``import horovod`` load tutti's implementation in a process that ``multiprocessing`` has spawned.
 
-    Loader processes of contexts ``spawn`` and ``forkserver`` import the script anew, and with it ``horovod``.
+    Called by the first ``import horovod`` of that process, which finds the file ``spawned/horovod.py``. Loader
+    processes of the contexts ``spawn`` and ``forkserver`` import the script anew, and with it ``horovod``.
     """
     sys.meta_path.insert(0, _Finder())
     del sys.modules["horovod"]

@@ -79,7 +79,8 @@ def run(
             elastic job contradict each other, or its host discovery script fails; the number of ranks is below 1; this
             process is a rank itself, already trains, or has used the accelerator or autograd; or the call is made
             outside the main thread.
-        PeerError: a rank was killed, or ended without a result; of an elastic job all ranks, or a limit was reached.
+        PeerError: a rank was killed, or ended without a result; in an elastic job, all ranks did, or a limit of the job
+            was reached.
         Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
         SystemExit: a signal came before the ranks were started; the code is 128 + its number.

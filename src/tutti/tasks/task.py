@@ -27,7 +27,7 @@ class Task:
             ``(sum, count, {"accuracy": number_correct, …})`` with sums over the samples as metrics.
         train: training samples, as for ``tutti.prepare``; no ``DataLoader``, which has a batch size of its own.
         eval: held-out samples, of the same types as ``train``, or a ``DataLoader``; None for no evaluation.
-        images: batches hold NCHW images, so that channels-last memory layout helps.
+        images: whether batches hold NCHW images, for which models then have the channels-last memory layout.
         directions: ``lower`` or ``higher``, whichever is better, for metrics whose name does not decide it:
             ``{"distance": "lower"}``. ``--keep-best`` and ``tutti compare`` read it.
         callbacks: functions and objects that the run calls at its events, as in ``tutti.prepare``.

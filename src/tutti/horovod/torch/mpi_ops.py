@@ -372,7 +372,7 @@ def grouped_allreduce(
     backward through another operation raises ValueError.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks.
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
@@ -412,7 +412,7 @@ def grouped_allreduce_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Not to be changed before
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Not to be changed before
             ``synchronize`` returns.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
@@ -454,7 +454,7 @@ def grouped_allreduce_(
     Each result is postscale_factor · op(prescale_factor · tensor) over the ranks.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten.
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
@@ -496,8 +496,8 @@ def grouped_allreduce_async_(
     Each result is postscale_factor · op(prescale_factor · tensor) over the ranks.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be used
-            before ``synchronize``.
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
+            used before ``synchronize``.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
@@ -564,8 +564,9 @@ def sparse_allreduce_async(
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
-    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients, for which backward, collective too, all-gathers the numbers of rows and all-reduces the gradients.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of ``tensor`` is this rank's rows of the
+    average of the ranks' gradients. Backward is collective, too: an all-gather of the numbers of rows and an all-reduce
+    of the gradients.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -614,12 +615,13 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """Concatenate the ranks' tensors along the first dimension, for several tensors by one call.
 
-    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients, for which backward, collective too, all-gathers the numbers of rows and all-reduces the gradients.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of each tensor is this rank's rows of the
+    average of the ranks' gradients. Backward is collective, too: an all-gather of the numbers of rows and an all-reduce
+    of the gradients.
 
     Args:
-        tensors: as many on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A
-            scalar counts as one row.
+        tensors: the same number on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all
+            ranks. A scalar counts as one row.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -645,8 +647,8 @@ def grouped_allgather_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: as many on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A
-            scalar counts as one row. Not to be changed before ``synchronize`` returns.
+        tensors: the same number on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all
+            ranks. A scalar counts as one row. Not to be changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -978,7 +980,7 @@ def grouped_reducescatter(
     times both factors, and for a sum times the number of ranks.
 
     Args:
-        tensors: as many on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks.
+        tensors: the same number on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
@@ -1018,7 +1020,7 @@ def grouped_reducescatter_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: as many on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks. Not to be
+        tensors: the same number on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks. Not to be
             changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.

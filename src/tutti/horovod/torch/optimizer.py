@@ -505,7 +505,9 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
 
 
 def trust_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Leave out the comparison of the ranks' parameters at the first step, for a state of which all ranks get rank 0's.
+    """Skip the comparison of the ranks' parameters that ``optimizer`` makes at its first step.
+
+    Called for the optimizer of an elastic state, for which all ranks get rank 0's parameters.
 
     Args:
         optimizer: any optimizer; nothing is done for one that ``DistributedOptimizer`` has not wrapped.
@@ -733,7 +735,7 @@ def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
 
     Args:
         values: the sequence, such as the parameters of an optimizer.
-        n: number of parts, at least 1; of more parts than values the last ones are empty.
+        n: number of parts, at least 1; if it is larger than the number of values, the last parts are empty.
     """
     short, longer = divmod(len(values), n)
     starts = [part * short + min(part, longer) for part in range(n + 1)]

@@ -27,7 +27,9 @@ class SyncBatchNorm(BatchNormBase):
         eps: added to the variance.
         momentum: weight of a batch in the running statistics; None: their plain average.
         affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics; without, evaluation uses those of the batch.
+        track_running_stats: whether there are running statistics; without them evaluation, too, uses statistics of the
+            samples, as in training.
+        given: ``device`` and ``dtype`` of parameters and buffers, as for PyTorch's layers.
     """
 
     def __init__(
