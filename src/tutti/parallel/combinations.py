@@ -179,14 +179,15 @@ def _check_adaptive(choice: StrategyChoice, workers: int) -> None:
 
 
 def exchanges_sparse(choice: StrategyChoice, devices: int, accelerated: bool, needed: bool = False) -> bool:
-    """Return whether the strategy exchanges sparse gradients on this number of devices.
+    """Return whether the data ranks sum sparse gradients as sparse tensors under this strategy, and not as dense ones.
 
     Args:
         choice: the strategy.
         devices: number of devices.
         accelerated: whether the devices are accelerators.
-        needed: whether the optimizer needs them. Replicas over several devices that are not sharded keep them then, and
-            otherwise take dense ones, whose updates are the same.
+        needed: whether the optimizer accepts sparse gradients only (``SparseAdam``). ``mirrored`` then sums them as
+            sparse tensors on any number of devices; otherwise it sums dense ones on several devices, with the same
+            updates.
     """
     row = choice.row
     if needed and isinstance(choice.sync, AllReduceConfig) and choice.sync.variant is None:
@@ -284,11 +285,11 @@ def check_noise_scale(choice: StrategyChoice, devices: int, contract: BatchContr
 
 
 def compares_micro_batches(choice: StrategyChoice, shape: Mapping[str, int]) -> bool:
-    """Return whether the gradient noise scale compares gradients of micro-batches; False: those of whole workers.
+    """Return whether the gradient noise scale is estimated from gradients of micro-batches; if not, of whole workers.
 
-    A worker is a logical worker, a fixed share of the global batch. The strategies ``model_parallel``, ``pipeline`` and
-    ``hybrid`` run the micro-batches of a worker together. With sharded parameters (ZeRO stages 2 and 3), which exclude
-    pipeline stages, each micro-batch has a backward of its own, whose gradients FSDP2 reduces.
+    A worker is a logical worker, a fixed share of the global batch. False for ``model_parallel``, ``pipeline`` and
+    ``hybrid``, which run the micro-batches of a worker together, unless FSDP2 shards the parameters (ZeRO stages 2 and
+    3): each micro-batch then has a backward of its own.
 
     Args:
         choice: the strategy.
@@ -319,17 +320,18 @@ def _check_parts(choice: StrategyChoice, contract: BatchContract, by_micro_batch
 
 
 def noise_basis(choice: StrategyChoice, contract: BatchContract) -> NoiseBasis:
-    """Return which gradients the gradient noise scale compares, all of which are computed at the same parameters.
+    """Return which gradients, all computed at the same parameters, the gradient noise scale is estimated from.
 
     Args:
         choice: the strategy.
         contract: division of a global batch into logical workers (fixed shares) and micro-batches.
 
     Returns:
-        ``batch``: those of all parts of a batch with that of the batch, where all workers make one update together.
-        Otherwise ``worker``: those of a worker's micro-batches with that of the worker, at its own parameters; or,
-        where a worker has a single micro-batch, ``average``: those of all workers in the first step after an average,
-        before which all have the same parameters.
+        ``batch`` where all workers make one update together: the gradients of all parts of a batch are compared with
+        the gradient of the batch. ``worker`` where each worker updates parameters of its own and has several
+        micro-batches: their gradients are compared with the worker's gradient. ``average`` where a worker has one
+        micro-batch: the gradients of all workers are compared in the first step after parameters were averaged, when
+        all workers have the same parameters.
     """
     if choice.row.single_update:
         return "batch"

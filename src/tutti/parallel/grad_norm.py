@@ -44,8 +44,8 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
 class ReplicaSums:
     """Sums numbers, such as squares of gradient norms, over the ranks of one replica, with exact rounding.
 
-    Each rank has a part of the model (stages or slices), and brings several numbers. All of them travel to every rank,
-    which adds them up exactly rounded, so that the sum does not depend on how the model is divided.
+    Each rank has a part of the model (stages or slices) and contributes several numbers. Every rank receives all
+    numbers and adds them up with exact rounding, so that the sum does not depend on the division of the model.
 
     Args:
         comm: the ranks of one replica.
@@ -59,14 +59,15 @@ class ReplicaSums:
     def total(
         self, rows: Sequence[Sequence[float]], most: int, stop: bool, step_context: StepContext
     ) -> tuple[list[float], bool]:
-        """Return the sum of each row of numbers over the ranks, and whether any of them asks to stop.
+        """Return the sum of each row of numbers over the ranks of the replica, and whether any rank asks to stop.
 
         Collective over the ranks of the replica: an all-reduce, and in the first call an all-gather of ``most``; none
         for a single rank.
 
         Args:
-            rows: this rank's numbers, in rows of equal lengths; as many rows on all ranks.
-            most: largest number of numbers that this rank will ever have in a row; that of the first call counts.
+            rows: this rank's numbers, in rows of equal lengths; the number of rows is equal on all ranks.
+            most: upper bound of the length of this rank's rows in this and all later calls; read in the first call
+                only.
             stop: whether this rank asks to stop the run.
             step_context: the step under way, which the ranks compare by small hashes sent with the numbers.
 

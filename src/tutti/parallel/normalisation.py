@@ -32,7 +32,7 @@ def divisor_of_backward(step_context: StepContext) -> float:
 
 
 def mean_factor(divisor: float, counted: float) -> float:
-    """Return the factor that turns a gradient summed over the batch into the mean over what the loss counts.
+    """Return the factor that scales the summed gradient of a global batch to the mean over its samples or tokens.
 
     Args:
         divisor: number of samples by which backward has divided the loss; 0 if backward has divided by the count (see

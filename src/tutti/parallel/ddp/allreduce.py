@@ -169,9 +169,9 @@ class AllReduceSync(UnshardedGradients):
         """Let the all-reduce of gradients overlap with the coming backward if that is this rank's last in the step.
 
         Called before the backward of the last micro-batch of a logical worker (one of N fixed shares of the global
-        batch). Does nothing for any but the rank's last worker: its backwards only accumulate in ``.grad``. For the
-        last worker, also send its buffers (such as batch-norm statistics) to the next rank that computes micro-batches
-        of the same worker. Does not block.
+        batch). Does nothing before the rank's last worker: gradients of earlier workers accumulate in ``.grad``. For
+        the last worker, the call also sends the buffers (such as batch-norm statistics) to the next rank that computes
+        micro-batches of the same worker. Does not block.
 
         Args:
             part: sums of loss, count and metrics of the current logical worker; None where this rank does not know them
@@ -531,28 +531,28 @@ class AllReduceSync(UnshardedGradients):
         return self._run_context.reproducible or self._run_context.gradient_variance
 
     def begin_custom_loop(self) -> None:
-        """Prepare for a custom training loop, in which the script's own loop runs forward, backward and update.
+        """Adapt the memory of gradients, and the rule for the script's writes to buffers, to a custom training loop.
 
-        Gradients of later steps have memory that the script may keep. Not collective.
+        Called before a training loop of the script's own begins. Later reductions put gradients into memory that the
+        script may keep: no reduction overwrites it. Not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
-        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
-        that forwards write and that the script writes after an update. From now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
+        Each logical worker, a fixed share of the global batch, has its own copy of buffers such as batch-norm
+        statistics. The rule holds on a rank that computes several workers, for a buffer that forwards write, too. A
+        write of the script between an update and the next step goes, until ``leave_custom_loop``, to the copy of the
+        rank's last worker; outside of custom loops it raises UsageError in the next step, unless it is a reset to
         zeros, or to ones for a variance.
         """
         self._has_custom_loop = True
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
+        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
 
-        Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
-        global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the
-        last of them takes the script's value of a buffer that forwards write too. Now such a write raises UsageError in
-        the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and of buffers
-        that no forward writes, are copied to all workers. Not collective.
+        Called after each epoch of the script's own loop. Each logical worker, a fixed share of the global batch, has
+        its own copy of buffers such as batch-norm statistics; the rule holds on a rank that computes several workers.
+        Within the loop such a write goes to the copy of the rank's last worker; after this call it raises UsageError in
+        the next step. Resets to zeros (ones for a variance), and writes to buffers that no forward writes, still go to
+        the copies of all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -594,10 +594,10 @@ class AllReduceSync(UnshardedGradients):
 
         The sums are in the earlier tensors, as with autograd, so that views which the script keeps of ``.grad`` show
         them. Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
-        replaced by placeholders, because they differ between ranks: what the script computes with one, it computes with
-        the whole gradient, by all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient
-        gets a placeholder, also on ranks of other stages; norms, scaling and clamping then act on the whole gradient.
-        The update uses the true gradients. Collective with pipeline stages only: the stages all-gather which parameters
+        replaced by placeholders, because they differ between ranks: a function of a placeholder all-gathers the whole
+        gradient over the tensor ranks and computes with it. With pipeline stages every parameter with a gradient gets a
+        placeholder, also on ranks of other stages; norms, scaling and clamping then act on the whole gradient. The
+        update uses the true gradients. Collective with pipeline stages only: the stages all-gather which parameters
         have a gradient.
 
         Args:
@@ -724,9 +724,8 @@ class AllReduceSync(UnshardedGradients):
                 parameters on this rank.
 
         Raises:
-            UsageError: the script has several optimizers, of which this rank lacks one because it has none of its
-                parameters; or the script has added a parameter to an optimizer whose step all-gathers tensors that are
-                split over ranks.
+            UsageError: the script has several optimizers, and this rank holds no parameter of one of them; or the
+                script has added a parameter to an optimizer whose step all-gathers tensors that are split over ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._whole is not None:

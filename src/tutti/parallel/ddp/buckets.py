@@ -87,8 +87,7 @@ class Bucket:
         dtype: of the vector.
         device: of the vector.
         tail: how many numbers there are behind the gradients; 0 for none.
-        flat: memory of the vector (elements + tail,), for good; None allocates it, and new memory where a script keeps
-            views of the gradients.
+        flat: memory of the vector (elements + tail,), which ``renew`` then keeps; None allocates the memory.
 
     Attributes:
         parameters: the parameters, in the order of the vector.

@@ -86,11 +86,12 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Returns:
         The divisor, a tensor (), where the loss is one cross-entropy alone, with or without label smoothing, which is a
-        mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, also for
-        three losses without a cross-entropy: for the ``nanmean()`` of a tensor the number of elements that are not NaN;
-        for the ``mean()`` of a tensor, and a mean loss of PyTorch of chosen elements, its number of rows, unless the
-        samples are along another dimension; and 0 for a loss that is multiplied by 0, as scripts return it for samples
-        without targets. None for any other loss, which the caller then takes for a mean over samples.
+        mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, a divisor is
+        also returned for three losses without a cross-entropy: the number of elements that are not NaN, for the
+        ``nanmean()`` of a tensor; the number of rows of the reduced tensor, for a ``mean()`` or a mean loss of PyTorch
+        such as ``mse_loss``, unless the samples are along another dimension; and 0 for a loss that is multiplied by 0,
+        as scripts return it for samples without targets. None for any other loss, which the caller then takes for a
+        mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one

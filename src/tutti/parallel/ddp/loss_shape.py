@@ -258,17 +258,17 @@ def undivided_sum(
 ) -> bool:
     """Return whether a loss has a sum over samples that neither a number nor a constant tensor has divided.
 
-    The sum may be one of a tensor, an inner product, one of as many pieces as there are samples, such as in
-    ``sum(losses)``, or one of as many losses of single rows, as of a model that is called for each sample. The function
-    searches the loss's autograd graph, at most 4,096 nodes, from the loss through functions of each element and sums.
-    It leaves out cross-entropies, which ``loss_count`` examines.
+    Four kinds of sums count: ``sum()`` of a tensor; an inner product; ``sum(losses)`` over as many pieces as there are
+    samples; and a sum of as many losses of single rows, as in a script that calls the model for each sample. The
+    function searches the loss's autograd graph, at most 4,096 nodes, from the loss through elementwise functions and
+    sums. It leaves out cross-entropies, which ``loss_count`` examines.
 
     Args:
         root: ``grad_fn`` of the loss.
         samples: number of samples of the micro-batch.
-        may_divide: function of a constant factor of several elements, which returns whether it may already include 1 /
-            samples, and of a divisor of one element, which returns whether it is a sum over the samples.
-        may_scale: function that returns whether a constant may come from the number of samples. A factor above 1 may
+        may_divide: called with a constant factor of several elements, returns whether it may already include 1 /
+            samples; called with a divisor of one element, returns whether it is a sum over the samples.
+        may_scale: called with a constant, returns whether it may come from the number of samples. A factor above 1 may
             then be (samples of the whole data set) / (samples of the batch), and so counts as a division.
     """
     known = _Dividers(samples, may_divide, may_scale)
@@ -456,8 +456,8 @@ class Scaled(NamedTuple):
         by_factor: whether one of the constants is a factor.
         elements: number of elements that it reduces; of a cross-entropy the number of targets.
         divisors: the constants as divisors, the inverse of each factor.
-        tensors: those constants that are divisors and no factors, as the tensors that autograd has saved.
-        factors: those constants that are factors, likewise.
+        tensors: the constants by which the loss divides, as the tensors that autograd has saved.
+        factors: the constants by which the loss multiplies, as the tensors that autograd has saved.
         weights: tensors of several elements that are factors of the reduced tensor.
     """
 
@@ -475,7 +475,7 @@ def scaled_reductions(root: Any, samples: int) -> Iterator[Scaled]:
     """Yield the means and sums over the samples of a micro-batch in a loss, with the constants that scale them.
 
     The function searches the loss's autograd graph, at most 64 nodes. It leaves out terms that are multiplied by 0, and
-    a cross-entropy whose sum is divided, which ``loss_count`` counts the targets of.
+    cross-entropies whose sum is divided: ``loss_count`` finds their number of targets.
 
     Args:
         root: ``grad_fn`` of the loss; None yields nothing.
@@ -527,7 +527,7 @@ def _weights_below(nodes: list[Any]) -> Iterator[Tensor]:
 def is_zero(node: Any) -> bool:
     """Return whether a node multiplies by the constant 0, as scripts do for parameters that must have a gradient.
 
-    A factor on an accelerator is not read, for which the host would wait.
+    False for a factor on an accelerator, because reading it would make the host wait.
 
     Args:
         node: an autograd node, not None.
@@ -550,7 +550,7 @@ def _divisor_in(node: Any) -> float | None:
 def host_divisor(node: Any) -> float | None:
     """Return the number by which a node divides, or by the inverse of which it multiplies; None for any other node.
 
-    None also for a number on an accelerator, for which the host would wait.
+    None also for a number on an accelerator, because reading it would make the host wait.
 
     Args:
         node: an autograd node, not None.
@@ -577,7 +577,7 @@ def count_of_nanmean(root: Any) -> Tensor | None:
 
 
 def rows_of_mean(root: Any, samples: int) -> int | None:
-    """Return the number of rows of the tensor that a loss is the mean of, such as the number of chosen tokens.
+    """Return the number of rows of a tensor whose mean is the loss, such as the number of tokens that a mask selects.
 
     ``losses[mask].mean()`` is a mean over as many rows as the mask has, which differ between micro-batches.
 

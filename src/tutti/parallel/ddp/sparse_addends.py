@@ -25,25 +25,27 @@ Term = list[Tensor | None]
 class SparseAddends(Protocol):
     """Sums the data ranks' sparse gradients in a fixed order of terms (protocol).
 
-    A term is a set of sparse gradients that one rank contributes in a step.
+    A term is a list of tensors, one for each parameter that may have a sparse gradient, None where there is no
+    gradient. A rank contributes one or more terms in a step.
     """
 
     def put(self, worker: int, term: Term) -> None:
-        """Add a term of this rank. Not collective.
+        """Add a term, a list of sparse gradients of this rank, to this step's sum. Not collective.
 
         Args:
             worker: index of the logical worker, a fixed share of the global batch; calls come in increasing order.
-            term: its gradients; this object keeps them.
+            term: the worker's gradients, one for each parameter; not copied.
         """
 
     def take(self) -> list[Term]:
-        """Return the lists of gradients that ``put`` has added on this rank in this step, in its order, and clear them.
+        """Return the terms that this rank contributes to the step's sum, in the order of addition, and clear them.
 
-        Not collective.
+        A term is a list of gradients, one for each parameter: those of a call of ``put``, or sums of several. Not
+        collective.
         """
 
     def counts(self, here: int, text: str) -> list[int]:
-        """Return the number of terms of each rank. Collective only where ranks share logical workers.
+        """Return for each data rank its number of terms. Collective only where ranks share logical workers.
 
         Args:
             here: number of this rank's terms in the step.
@@ -96,18 +98,19 @@ class RankAddends:
         self._terms: list[Term] = []
 
     def put(self, worker: int, term: Term) -> None:
-        """Set the only term of this rank in the step.
+        """Set the only term that this rank contributes in the step: its sparse gradients.
 
         Args:
             worker: unused.
-            term: gradients of all logical workers of the rank, summed.
+            term: the gradients, one for each parameter, summed over all logical workers of the rank.
         """
         self._terms = [term]
 
     def take(self) -> list[Term]:
         """Return a list with the term that ``put`` has set in this step, or an empty list, and forget the term.
 
-        A term is a list of this rank's sparse gradients, with None in the place of a missing one. Not collective.
+        A term is the list of this rank's gradients, one for each sparse parameter, None where there is none. Not
+        collective.
         """
         terms, self._terms = self._terms, []
         return terms
@@ -159,8 +162,9 @@ class RankAddends:
 class WorkerAddends:
     """Sums sparse gradients along the fixed tree over logical workers: the same bits for any number of data ranks.
 
-    A logical worker is one of N fixed shares of the global batch. A rank's terms are the sums of its largest subtrees;
-    where several ranks share a worker, the term of each call of ``put``.
+    A logical worker is one of N fixed shares of the global batch. A rank's terms are the sums over the largest subtrees
+    all of whose workers it computes; where several ranks share a worker, the rank's terms are the arguments of its
+    calls of ``put``.
 
     Args:
         comm: the data ranks.
@@ -173,12 +177,12 @@ class WorkerAddends:
         self._calls: list[Term] = []
 
     def put(self, worker: int, term: Term) -> None:
-        """Add the gradients of a logical worker to the rank's partial sums.
+        """Add the sparse gradients of a logical worker to the sum of the rank's subtree that contains the worker.
 
         Args:
-            worker: index of the worker; calls come in increasing order, where ranks share a worker one for each
-                micro-batch.
-            term: the worker's gradients.
+            worker: index of the worker; calls come in increasing order. Where ranks share a worker, each of its
+                micro-batches makes a call.
+            term: the worker's gradients, or those of the micro-batch, one for each parameter.
         """
         if self._shared:
             self._calls.append(term)
@@ -187,13 +191,20 @@ class WorkerAddends:
         merge_siblings(self._pieces, worker, self._workers, _add_terms)
 
     def take(self) -> list[Term]:
-        """Return the rank's subtrees from left to right, or the terms of all calls of ``put``, and forget them."""
+        """Return the rank's terms of the step, and forget them. Not collective.
+
+        The terms are the sums over the rank's subtrees of logical workers, from left to right, or where ranks share a
+        worker the terms of all calls of ``put``.
+        """
         pieces, calls = self._pieces, self._calls
         self._pieces, self._calls = {}, []
         return calls if self._shared else [pieces[node] for node in self._nodes(self._comm.rank)]
 
     def counts(self, here: int, text: str) -> list[int]:
-        """Return the number of subtrees of each rank; if ranks share a logical worker, all-gather the numbers of terms.
+        """Return for each data rank its number of terms: subtrees of logical workers, or calls of ``put``.
+
+        Where data ranks share a worker, a rank's terms are its calls of ``put``, and the call is collective over the
+        data ranks: an all-gather of ``here``. Otherwise the numbers are computed.
 
         Args:
             here: number of this rank's terms in the step.
@@ -210,7 +221,7 @@ class WorkerAddends:
         return [len(self._nodes(rank)) for rank in range(self._comm.size)]
 
     def total(self, gathered: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
-        """Return the sum of the ranks' terms in the order of the tree; None if all are None.
+        """Return the sum of one gradient's terms in the order of the tree; None if all are None. Not collective.
 
         Args:
             gathered: for each rank its terms, in the order of ``take``.
@@ -226,13 +237,18 @@ class WorkerAddends:
         return fold((0, self._workers), pieces, _add)
 
     def dense_total(self, vectors: Sequence[Tensor], length: int, dtype: torch.dtype, text: str) -> Tensor:
-        """Sum dense vectors in the order of the tree. Collective over the data ranks, as ``TreeSum.total``.
+        """Sum dense vectors, one for each of this rank's terms, in the order of the summation tree over all ranks.
+
+        Collective over the data ranks: the all-to-all and the all-gather of ``TreeSum.total``.
 
         Args:
             vectors: in the order of ``take``; overwritten.
             length: elements of each vector.
             dtype: of the vectors.
             text: unused.
+
+        Returns:
+            The sum (length,), equal on all ranks.
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.

@@ -36,7 +36,7 @@ _CHUNK_BYTES = FIRST_BYTES
 
 @dataclass(frozen=True)
 class RowForm:
-    """Shapes by which the gradient of a parameter of shape (*sparse, *dense) is treated as a matrix (rows, width).
+    """The matrix (rows, width) as which a sparse gradient of shape (*sparse, *dense) is sent: shapes and dtype.
 
     Rows are the indices of the sparse dimensions, flattened; ``width`` is the number of elements of the dense ones.
 
@@ -189,10 +189,12 @@ class SparseReducer:
             self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Take a logical worker's sparse gradients, if the other gradients are summed worker by worker, too.
+        """Add a logical worker's sparse gradients to the sum, where gradients are summed worker by worker.
 
-        A logical worker is one of N fixed shares of the global batch. The ``.grad`` of the parameters is None then.
-        Otherwise autograd accumulates the gradients of the rank's workers.
+        A logical worker is one of N fixed shares of the global batch. Worker by worker: in reproducible mode, or for a
+        measured gradient variance; ``.grad`` of the parameters is None afterwards. In other runs autograd accumulates
+        the gradients of the rank's workers, and sparse gradients stay in ``.grad``. Also calls ``collect`` of the
+        reducer of the other parameters.
 
         Args:
             step_context: the step under way, which the ranks compare; its loss scale is taken out of a measured

@@ -90,26 +90,25 @@ class TrainedGradients(UnshardedGradients):
     _buffers: WorkerBuffers
 
     def begin_custom_loop(self) -> None:
-        """Keep the other logical workers' buffers when the script writes a buffer in its own training loop.
+        """Give the script's writes to buffers in its own training loop to this rank's last logical worker alone.
 
-        Called before the first step of each of the script's own training loops. A logical worker is one of N
-        fixed shares of the global batch, with its own buffers (batch-norm statistics); a rank may compute
-        several. The call changes a rule for a rank with several workers, for a buffer that forwards write and
-        that the script writes after an update. From now on, until ``leave_custom_loop``, only the rank's last
-        worker takes the script's value, and the other workers keep theirs; without this call, such a write
-        raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance. Not
-        collective.
+        Called before the first step of each of the script's own training loops. Each logical worker, one of N fixed
+        shares of the global batch, has its own copy of buffers such as batch-norm statistics. The rule holds on a rank
+        that computes several workers, for a buffer that forwards write, too, and that the script writes between an
+        update and the next step. Until ``leave_custom_loop`` such a write goes to the copy of the rank's last worker;
+        outside of custom loops it raises UsageError in the next step, unless it is a reset to zeros, or to ones for a
+        variance. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
+        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
 
-        Called when the script's own training loop over an epoch has ended, also by ``break``. A logical worker is one
-        of N fixed shares of the global batch, with its own buffers; a rank may compute several. Within the loop only
-        the last of them takes the script's value of a buffer that forwards write too. Now such a write raises
-        UsageError in the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and
-        of buffers that no forward writes, are copied to all workers. Not collective.
+        Called after each epoch of the script's own loop, also after a ``break``. Each logical worker, one of N fixed
+        shares of the global batch, has its own copy of buffers such as batch-norm statistics; the rule holds on a rank
+        that computes several workers. Within the loop such a write goes to the copy of the rank's last worker; after
+        this call it raises UsageError in the next step. Resets to zeros (ones for a variance), and writes to buffers
+        that no forward writes, still go to the copies of all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 

@@ -68,7 +68,9 @@ class PendingSums:
     def launch_update(
         self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], clip: float | None, lr_factor: float | None
     ) -> None:
-        """Clip gradients and step optimizers, which changes nothing where ``allowed`` is False; do not wait for it.
+        """Launch the clipping of gradients and the optimizers' steps on the device; do not wait for them.
+
+        Where ``allowed`` is False on the device, neither gradients nor parameters change.
 
         Args:
             optimizers: optimizers, or objects that combine several, of which ``can_skip_on_device`` is True.
@@ -86,7 +88,7 @@ class PendingSums:
                 optimizer_step(optimizer, lr_factor)
 
     def read(self) -> tuple[ReducedSums, float, bool]:
-        """Wait for the device, and return what the host needs to go on.
+        """Wait until the sums and norms have been copied to the host, and return them.
 
         Returns:
             The sums over the data ranks; the square of the L2 norm of the whole gradient; and whether the device has

@@ -169,14 +169,14 @@ class WorkerBuffers:
             self._refuse(self._slots[own[0]])
 
     def begin_custom_loop(self) -> None:
-        """Keep the other logical workers' buffers when the script writes a buffer in its own training loop.
+        """Give the script's writes to buffers in its own training loop to this rank's last logical worker alone.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics); a
-        rank may compute several. The call changes a rule for a rank with several workers, for a buffer that forwards
-        write and that the script writes between an update (``finish``) and the next ``enter``. From now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs. Without this call such a write raises UsageError in the next step. Unchanged: a reset to zeros (ones for
-        a variance), and a write to a buffer that no forward writes, go to all workers of the rank. Not collective.
+        Each logical worker, one of N fixed shares of the global batch, has its own copy of buffers such as batch-norm
+        statistics. The rule holds on a rank that computes several workers, for a buffer that forwards write, too, and
+        that the script writes between an update (``finish``) and the next ``enter``. Until ``leave_custom_loop`` such a
+        write goes to the copy of the rank's last worker; outside of custom loops it raises UsageError in the next step.
+        In both cases a reset to zeros (ones for a variance), and a write to a buffer that no forward writes, go to the
+        copies of all workers. Not collective.
         """
         self._custom = True
 

@@ -158,13 +158,17 @@ class _ScatterSum(_Message):
 
 @contextmanager
 def same_modules(call: str) -> Iterator[None]:
-    """Explain errors of a collective within the block: ranks' forwards use different modules, or not equally often.
+    """Return a context that turns a mismatch of FSDP2's collectives into an error about the model's modules.
+
+    Ranks whose forwards use different wrapped modules, or use one not equally often, wait in different collectives.
+    Other errors pass.
 
     Args:
-        call: the collective, for errors.
+        call: text that names the collective within the context, for the error.
 
     Raises:
-        UsageError: ranks are in different collectives of a sharded model's step.
+        UsageError: within the context, the ranks wait in collectives of different modules.
+        MismatchError: within the context, the ranks wait in different calls for another reason.
     """
     try:
         yield

@@ -75,10 +75,11 @@ def refuse_replaced(name: str) -> NoReturn:
 
 
 def refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
-    """Raise UsageError: the loss reads a parameter object from before ``tutti.prepare``. A tensor's autograd hook.
+    """Raise UsageError: the loss reads a parameter object from before ``tutti.prepare``. Never returns.
 
-    Since ``tutti.prepare`` this object holds only this rank's rows (shard) of the parameter. The model's forward reads
-    the gathered parameter, so that autograd computes a gradient of the rows only for code outside of it.
+    Registered as an autograd hook on that object, which since ``tutti.prepare`` holds this rank's rows (shard) of the
+    parameter. The model's forward reads the gathered parameter instead, so that a gradient of the rows can only come
+    from code outside of the model.
 
     Args:
         name: the parameter's name in the model.
@@ -94,7 +95,9 @@ def refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
 
 
 def refuse_rows_written(local_step: int) -> NoReturn:
-    """Raise UsageError: other ranks' forwards have not seen what the script has written to this rank's rows.
+    """Raise UsageError: the script has written the rows in an optimizer's groups between a step's begin and backward.
+
+    The rows are this rank's part of a parameter; the step's forwards have used their old values. Never returns.
 
     Args:
         local_step: number of steps that this rank has taken before this one.

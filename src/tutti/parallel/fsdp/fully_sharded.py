@@ -227,8 +227,8 @@ class FullySharded:
     def replaced_name(self) -> str | None:
         """Return the name of the first sharded parameter that the script has replaced by another object; None for none.
 
-        Not counted as replaced is a parameter for which the model has one of FSDP2's own objects: the DTensor, or after
-        the first forward the unsharded parameter. Not collective.
+        FSDP2's own objects of a parameter, the DTensor and after the first forward the unsharded parameter, do not
+        count as other objects. Not collective.
         """
         here = ((name, p) for name, p in parameters([self._model]) if name in self._twins)
         return next((name for name, p in here if all(p is not twin for twin in self._twins[name])), None)
@@ -539,8 +539,8 @@ class FullySharded:
 
         ZeRO stage 1 returns True if the script has written this rank's rows of a parameter, the plain tensors that the
         optimizer has, since the last all-gather; the caller then raises UsageError or all-gathers the rows. With FSDP2
-        such a write cannot be told: a row tensor may share its version counter with the model's ``DTensor``, which the
-        script may write.
+        such a write cannot be detected: a row tensor may share its version counter with the model's ``DTensor``, which
+        the script may write.
         """
         return False
 
@@ -666,12 +666,13 @@ class FullySharded:
         return self._twins[name][0]
 
     def accept_write(self, tensor: Tensor) -> None:
-        """Take note of a write of FSDP2's unsharded parameter that has been made in this rank's rows, too.
+        """Accept a write to FSDP2's unsharded parameter, whose values the caller has written to this rank's rows, too.
 
-        Later checks for writes that would be lost begin at the parameter's present version. Not collective.
+        A later check finds writes to the unsharded parameter, which FSDP2 would lose, by the parameter's version
+        counter; it compares with the counter at this call. Does nothing for any other tensor. Not collective.
 
         Args:
-            tensor: the unsharded parameter, or a tensor that shares its memory, which has a version of its own.
+            tensor: the unsharded parameter, or a tensor that shares its memory and version counter.
         """
         if (name := self.gathered_name(tensor)) is not None:
             self._versions[name] = self._versions[name][0], tensor_version(tensor)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 def cut_model(
     replica: ReplicaRunner, named: NamedParameters, config: RowsConfig, run_context: RunContext
 ) -> tuple[list[ShardingEngine], ShardedReads | None]:
-    """Cut a replica's parameters into rows: by ZeRO stage 1, or by FSDP2 and ZeRO stage 1 for the rest.
+    """Cut a replica's parameters into rows of the shard ranks, by ZeRO stage 1 or by FSDP2.
 
-    May be collective over all ranks with FSDP2: a broadcast of the modules that it wraps.
+    ZeRO stage 1 is used for the option ``stage=1`` and for one shard rank, otherwise FSDP2, and ZeRO stage 1 for
+    parameters that FSDP2 cannot take. May be collective over all ranks with FSDP2: a broadcast of the names of the
+    modules to wrap.
 
     Args:
         replica: this rank's part of the model, whose parameters are replaced or sharded in its modules.
@@ -40,8 +42,8 @@ def cut_model(
         run_context: communicators and settings of the run.
 
     Returns:
-        The engines that hold the rows, and the object that lets the script read whole parameters; None in its place
-        where this rank has whole parameters, or a replica lives on several ranks.
+        The engines that hold the rows, and the object that lets the script read whole parameters, or None: with one
+        shard rank, and where a replica lives on several ranks.
 
     Raises:
         UsageError: FSDP2 cannot shard the model.

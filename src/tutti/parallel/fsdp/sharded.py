@@ -640,13 +640,13 @@ class ShardedSync:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
+        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
 
-        Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
-        global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the
-        last of them takes the script's value of a buffer that forwards write too. Now such a write raises UsageError in
-        the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and of buffers
-        that no forward writes, are copied to all workers. Not collective.
+        Called after each epoch of the script's own loop. Each logical worker, a fixed share of the global batch, has
+        its own copy of buffers such as batch-norm statistics; the rule holds on a rank that computes several workers.
+        Within the loop such a write goes to the copy of the rank's last worker; after this call it raises UsageError in
+        the next step. Resets to zeros (ones for a variance), and writes to buffers that no forward writes, still go to
+        the copies of all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -896,20 +896,20 @@ class ShardedSync:
             self._whole.check_members(self._named)
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train further parameters from now on, and cut those of them into rows that are still whole.
+        """Train the parameters that the script has unfrozen: cut unsharded ones into rows, and reduce their gradients.
 
-        Whole are the parameters that were frozen when ZeRO stage 1 sharded the model, and in stages 2 and 3 those that
-        FSDP2 did not take; FSDP2 has sharded all others, frozen ones included, and now reduces their gradients. Where a
-        parameter is cut, a new object takes its place in the model, with its ``.grad``; the original object, which the
-        optimizer has, becomes this rank's rows. Parameters without elements stay whole. Collective over the data ranks:
-        an all-gather that compares which parameters are trainable, and with FSDP2, after its first forward, all-gathers
-        of the wrapped modules' parameters over the shard ranks.
+        Unsharded are parameters that were frozen when ZeRO stage 1 sharded the model, and in stages 2 and 3 parameters
+        that FSDP2 did not take; FSDP2 has sharded all others, frozen ones included, and now reduces their gradients.
+        Where a parameter is cut, a new object takes its place in the model, with its ``.grad``; the original object,
+        which the optimizer has, becomes this rank's rows. Parameters without elements stay whole. Collective over the
+        data ranks: an all-gather that compares which parameters are trainable, and with FSDP2, after its first forward,
+        all-gathers of the wrapped modules' parameters over the shard ranks.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True since the previous
                 ``reattach``; at least one.
-            late: True if a forward of this step has already used these parameters; those that are whole are then cut
-                after the step's backward, in ``reduce_gradients``.
+            late: True if a forward of this step has already used these parameters; unsharded ones are then cut after
+                the step's backward, in ``reduce_gradients``.
 
         Raises:
             UsageError: the optimizer steps on whole tensors, gathered from the ranks' rows; parameters cannot be added

@@ -77,18 +77,19 @@ class ShardedReads(ScriptMode):
     """Function mode that raises UsageError for wrong uses of FSDP2's sharded parameters in the script.
 
     Random draws into a ``DTensor`` raise ``UsageError``, and so do errors of PyTorch about a ``DTensor`` that meets
-    plain tensors. Three kinds of calls are collective over the shard ranks, which compare them. A number read from a
-    ``DTensor``, such as a norm of gradients, is that of the whole tensor, whose shards are all-gathered. A parameter
-    that is read with gradients enabled, as in a penalty on the weights, or by a function that combines elements is
-    all-gathered; see ``WholeReads``. A whole tensor that meets a ``DTensor`` in an elementwise function is cut to this
-    rank's shard; where the function writes the whole tensor, the ``DTensor`` is all-gathered.
+    plain tensors. Three kinds of calls are collective over the shard ranks, which check that all of them make the same
+    call. Reading a number from a ``DTensor``, such as a norm of gradients, all-gathers the shards and gives the number
+    of the whole tensor. A parameter that is read with gradients enabled, as in a penalty on the weights, or by a
+    function that combines elements is all-gathered; see ``WholeReads``. A whole tensor that meets a ``DTensor`` in an
+    elementwise function is cut to this rank's shard; where the function writes the whole tensor, the ``DTensor`` is
+    all-gathered.
 
-    An optimizer's groups hold this rank's rows of a parameter as a plain tensor. Where the script asks, the rows have
-    the sizes of the whole parameter. Norms, draws and other functions of rows that mix elements raise ``UsageError``,
-    too; elementwise writes to rows are recorded.
+    An optimizer's groups hold this rank's rows of a parameter as a plain tensor, whose ``shape`` and ``size()`` in the
+    script are those of the whole parameter. Norms, draws and other functions of rows that mix elements raise
+    ``UsageError``, too; elementwise writes to rows are recorded.
 
-    The mode is active in the script's code between steps, and up to the first update also in the loss function and the
-    body of a custom training loop; also after it in a script that has asked for sizes or values of rows.
+    The mode is active in the script's code between steps. In the loss function and the body of a custom training loop
+    it is active up to the first update, and later only if the script has asked for sizes or values of rows.
 
     Args:
         distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.

@@ -120,10 +120,10 @@ class LocalGradients(TrainedGradients):
         return clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer updates whole parameters here: True for those of this rank's logical worker.
+        """Return whether an optimizer is one of this rank's logical worker, whose parameters are whole on this rank.
 
-        The script's own optimizers are among them. Where the result is True, ``optimizer.step(closure)`` may call the
-        closure several times, as LBFGS does.
+        Where the result is True, ``optimizer.step(closure)`` may call the closure several times, as LBFGS does. True
+        for the script's own optimizers.
 
         Args:
             optimizer: any optimizer.

@@ -190,14 +190,14 @@ class LocalSGDSync(LocalGradients):
         self._tell(worker, part, norm)
 
     def end_own(self, worker: int, part: LossSums | None) -> None:
-        """Make ``.grad`` the gradient of the mean over the worker's own samples, and add its sums of the loss.
+        """Scale ``.grad`` to the gradient of the mean over the worker's own samples, and add up the worker's loss sums.
 
         A custom training loop, which has one logical worker a rank (fixed share of the global batch), calls this after
         the worker's last backward in a local step, one for which ``is_local_step`` is True, in place of ``end_worker``;
-        in the synchronous steps of post-local SGD it calls ``end_worker``. The sums are those that ``reduce_losses``
-        adds up over ranks. Divides ``.grad``, in which the worker's backwards have accumulated, in place by the
-        worker's count of samples or tokens and by the loss scale. Nothing is clipped or stepped: the script reads the
-        gradient, and its optimizer's step becomes ``step_own``. Not collective.
+        in the synchronous steps of post-local SGD it calls ``end_worker``. ``reduce_losses`` adds up the loss sums over
+        ranks. Divides ``.grad``, in which the worker's backwards have accumulated, in place by the worker's count of
+        samples or tokens and by the loss scale. Nothing is clipped or stepped: the script reads the gradient, and its
+        optimizer's step becomes ``step_own``. Not collective.
 
         Args:
             worker: index of the logical worker, the one given to ``begin_worker`` before.
@@ -415,15 +415,15 @@ class LocalSGDSync(LocalGradients):
         assigned.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: parameters that were never trained, except those
-            that the script has written; and the trained ones while they are equal on all workers. After an average
-            those are left out that the script has written since, such as by the ``eval()`` of a Schedule-Free
-            optimizer, which moves each worker's by its own state; before the first average none is left out. Never
-            None.
+            A mapping, never None, from names in the model to tensors, not copied. It has the frozen parameters that the
+            script has not written, and while all workers are equal also the trained parameters. A trained parameter
+            that the script has written after an average is left out: the ``eval()`` of a Schedule-Free optimizer, for
+            example, changes each worker's copy by the worker's own optimizer state. Before the first average such
+            writes do not count.
 
         Raises:
             UsageError: this rank has several workers, and the script has written trained parameters since the last
-                update, or, after the first local step, masks of ``torch.nn.utils.prune``, computed of one worker's
+                update, or after the first local step masks of ``torch.nn.utils.prune``, computed from one worker's
                 weights.
         """
         self._take_written("after the last step")

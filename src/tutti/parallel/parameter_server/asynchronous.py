@@ -180,8 +180,7 @@ class AsynchronousServerSync(RemoteGradients):
         The worker, one of N fixed shares of the global batch, also gets its own buffers (batch-norm statistics). With
         mode ``bounded`` the call blocks while the worker is more steps ahead of the slowest worker than the bound
         allows, and then reads the parameters anew; a worker from which the servers have received no request for the
-        lease time (an option) does not count as slowest. Otherwise nothing is sent. Not collective: no particular rank
-        has to make a call.
+        lease time (an option) does not count as slowest. Otherwise nothing is sent. Not collective.
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.

@@ -55,14 +55,13 @@ class ReadableServerSync(SynchronousServerSync):
         self._members: Sequence[nn.Parameter] = ()
 
     def begin_custom_loop(self) -> None:
-        """Begin custom training loops: from now on the script can read the summed gradients in ``.grad``.
+        """Let the script read the summed gradients in ``.grad`` from now on, in custom training loops. Not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
-        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
-        that forwards write and that the script writes after an update. From now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
-        zeros, or to ones for a variance. Not collective.
+        The call also changes the rule for the script's writes to buffers. Each logical worker, a fixed share of the
+        global batch, has its own copy of buffers such as batch-norm statistics. The rule holds on a rank that computes
+        several workers, for a buffer that forwards write, too, and that the script writes between an update and the
+        next step. Until ``leave_custom_loop`` such a write goes to the copy of the rank's last worker; outside of
+        custom loops it raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
         """
         super().begin_custom_loop()
         self.gradient_at = "rank"

@@ -52,7 +52,8 @@ class SharedBuffers:
     """The regions of one rank's shared-memory buffers that one parameter server reads and writes.
 
     Attributes:
-        pushed: gradients that the rank sends, or reads as summed, one flat tensor for each dtype of the parameters.
+        pushed: gradients that the rank sends, or summed gradients that it reads, one flat tensor for each dtype of the
+            parameters.
         given: updated parameters that the server returns, in the same form.
     """
 

@@ -46,9 +46,9 @@ _BLOB = 1 << 24
 class ServerSession:
     """One rank's connections and buffers for all parameter servers, which are child processes of some of the ranks.
 
-    The constructor is collective over the data ranks: the servers are dealt round robin to the nodes, and the first
-    rank of each node starts those of its node. It tries the optimizer by steps on small tensors, exchanges keys and
-    addresses by all-gathers and broadcasts, and returns once every server has answered this rank's first request.
+    The constructor is collective over the data ranks: the nodes get the servers round robin, and the first rank of each
+    node starts the servers of its node. It tries the optimizer by steps on small tensors, exchanges keys and addresses
+    by all-gathers and broadcasts, and returns once every server has answered this rank's first request.
 
     Args:
         config: options of the ``parameter_server`` strategy, such as the number of servers and the transport.
