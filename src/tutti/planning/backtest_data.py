@@ -165,14 +165,15 @@ class _Curve:
 
 
 def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
-    """Predict how many samples larger batches need to reach a level of a metric, from the smallest batch's noise.
+    """Predict the samples that runs with larger batches need to levels of a metric, from the smallest batch's noise.
 
-    A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
-    time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). The column
-    ``grad_var`` is the variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored*
-    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch, of at most
-    half the predicted one, and once more of at most an eighth. A level is
-    reached where two of three neighbouring epochs reach it, so that a single outlier does not.
+    One sample at batch B advances training as far as (φ + B_0)/(φ + B) samples at the smallest batch B_0, with φ the
+    gradient noise scale at that time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv
+    2008.12260, eq. 7). The column ``grad_var`` is the variance of the gradient at B_0, so φ = B_0 · grad_var /
+    grad_sqr. *Anchored* predictions see the run at B_0 alone. *Extrapolated* ones also see the run of one other batch:
+    of at most half the predicted batch, and in a second protocol of at most an eighth. The levels are 50, 75 and 95 %
+    of the way from start to end of the metric that every run covers. A run has reached a level where two of three
+    neighbouring epochs have, so that a single outlier does not count.
 
     Args:
         rows: one row for each epoch of a training run, with workload, batch, metric, ``grad_var`` and ``grad_sqr``, as

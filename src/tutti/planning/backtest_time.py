@@ -491,10 +491,10 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
     A law of stragglers, rings and fixed costs, fitted to the other sources, scales a known speed to each job's devices.
-    *Zero-shot* starts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip, where there is
-    none of other chips, as *zero-shot, other hardware* always does, *anchored* from
-    the job of the same model and sequence length on the fewest devices, *anchored, other sequence lengths* from a job
-    of another length, and *extrapolated* from a job on at most half the devices.
+    The protocols differ in this speed. *Zero-shot*: the utilisation (FLOP/s over the chip's peak) that other sources
+    reached on the same chip; without such sources, on other chips. *Zero-shot, other hardware*: always on other chips.
+    *Anchored*: the job of the same model and sequence length on the fewest devices. *Anchored, other sequence
+    lengths*: a job of the same model with another length. *Extrapolated*: a job on at most half the devices.
 
     Args:
         rows: one row for each job: source, model, hardware, number of devices and throughput, as tables of the kind

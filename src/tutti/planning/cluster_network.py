@@ -53,14 +53,14 @@ class Network:
         return here, math.ceil(ranks / here)
 
     def sharing(self, apart: int, together: int | None = None) -> int:
-        """Return how many of several collectives that run at once share the link of one node.
+        """Return the number of collectives that share the link of one node, of several that run at the same time.
 
-        The number is ``together``, but at most that of the devices of a node. For example, with 4 tensor ranks 4
-        all-reduces of gradients run at once, each over data ranks that are 4 devices apart.
+        The number is ``together``, but at most the number of devices of a node. For example, with 4 tensor ranks 4
+        all-reduces of gradients run at the same time, each over data ranks that are 4 devices apart.
 
         Args:
             apart: stride in devices from one rank of a collective to the next.
-            together: number of these collectives; None: ``apart``, as in the example.
+            together: number of collectives at the same time; None: ``apart``, as in the example.
 
         >>> Network(8).sharing(4), Network(8).sharing(16), Network(8).sharing(1, together=2)
         (4, 8, 2)

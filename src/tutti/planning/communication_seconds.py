@@ -208,8 +208,7 @@ def pass_messages(
 def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
     """Predict the seconds of the all-reduce by which the devices of one model replica agree on the gradient norm.
 
-    The message has 8 bytes for each of its numbers: the squared norms, one more, and ``DIGESTS`` digests, by which the
-    ranks check that they are in the same step.
+    The message is that of ``gradient_norm_bytes``, with hashes by which the ranks check that they are in the same step.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
@@ -228,6 +227,8 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
 
 def gradient_norm_bytes(devices: int, squares: int | None) -> int:
     """Return the bytes of the all-reduced message by which the devices of a replica agree on the gradient norm.
+
+    The message holds 8 bytes for each squared norm, for one further number, and for each of ``DIGESTS`` hashes.
 
     Args:
         devices: pipeline stages × tensor ranks of the replica.

@@ -120,10 +120,12 @@ class TargetData:
         self._known: dict[int, DataDemand] = {}
 
     def with_other(self, other: OtherTime) -> TargetData:
-        """Return a copy that also knows the seconds of start, evaluations and saves.
+        """Return a copy of this object with a predictor of seconds besides training: start, evaluations and saves.
+
+        ``device_plans`` adds these seconds to the training time of each plan.
 
         Args:
-            other: predicts these seconds.
+            other: the predictor, from runs that were measured.
         """
         made = copy.copy(self)
         made.other = other

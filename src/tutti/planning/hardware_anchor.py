@@ -219,7 +219,7 @@ def known_chips() -> list[str]:
 
 
 def data_sheet(hardware: str) -> str:
-    """Return the name of the data sheet of a chip; empty for an unknown one.
+    """Return the title and year of a chip's data sheet, as a source to cite; an empty text for an unknown chip.
 
     >>> data_sheet("NVIDIA H200"), data_sheet("abacus")
     ('NVIDIA H200 data sheet, 2024', '')
@@ -248,7 +248,7 @@ def usual_links(hardware: str) -> tuple[float, float]:
 
 
 def joined_devices(hardware: str, per_node: float) -> float:
-    """Return the number of devices that a chip's fast links join: those of a server, or of a pod where links leave it.
+    """Return the number of devices that a chip's fast links join: a server's, or a pod's if the links join servers.
 
     Args:
         hardware: name of the hardware as people write it.
@@ -262,10 +262,11 @@ def joined_devices(hardware: str, per_node: float) -> float:
 
 
 def stated_wire(interconnect: str, hardware: str, per_node: float) -> float:
-    """Return the bytes a second of a device between nodes that a description of a cluster's network states.
+    """Parse the description of a cluster's network into the bytes a second of one device between nodes.
 
-    A rate is that of a node, which its devices share, unless the text says that it is of a device (``per GPU``), gives
-    a number of adapters (``8 x 200 Gb/s``), or the rate is the adapter's that each device of such a server usually has.
+    A stated rate belongs to a device if the text says so (``per GPU``), or if it equals the chip's usual link
+    (``usual_links``) and the text has no word such as ``node`` or ``total``. Otherwise it belongs to a node, whose
+    devices share it; a number of adapters (``8 x 200 Gb/s``) multiplies it.
 
     Args:
         interconnect: text such as ``1600Gb/s RoCE per node``; may be empty.

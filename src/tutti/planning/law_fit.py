@@ -203,8 +203,8 @@ def fit_target(
         data: (n,) samples, or epochs, that training needed to the target at each batch size.
         runs: (n,) number of runs that each value comes from; two or more count for more than one, with diminishing
             returns.
-        spreads: (n,) standard deviations of ln ``data``, or one for all, because evaluations are apart: the target was
-            reached somewhere between two of them. They lower the weights of the values.
+        spreads: (n,) standard deviations of ln ``data``, or one for all, since a run reaches the target somewhere
+            between two evaluations. They lower the weights of the values.
         noise: measured gradient noise scale B_simple in samples; None if there is none.
         noise_spread: standard deviation of log B_crit given the noise scale.
 

@@ -60,9 +60,9 @@ class MeasuredCosts(StepCosts):
         """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
         Operators with FLOP take the longer of computing and of moving their bytes, all others the seconds of their
-        bytes; each call adds the fixed seconds of an operation, as measured in training, or by itself if they were not
-        measured in training. Bytes that stay in caches, because the step touches few others in between, take the
-        seconds of tensors that are used again at once, at the rate of a tensor as large as all that the step touches.
+        bytes. Each call adds the fixed seconds of an operation, as measured in training or, without such a measurement,
+        alone. Bytes take the seconds of the operator's measured curve, or less if ``resident`` fits into a CPU's cache:
+        the rate is then that of a tensor of ``resident`` bytes which is used again at once.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
@@ -70,7 +70,7 @@ class MeasuredCosts(StepCosts):
             samples: number of samples in the micro-batch, for which these functions are evaluated.
             backward: whether the first of ``works`` is a backward, which has curves of its own for some operators.
             resident: bytes that the step touches between two uses of a tensor, such as activations, parameters and
-                gradients; what is small stays in a CPU's caches.
+                gradients; if they fit into a CPU's cache, a tensor is still there at its next use.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -382,15 +382,13 @@ class MeasuredCosts(StepCosts):
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
-        """Set the number of devices of the run, whose devices on one node slow each other's computing down.
+        """Set the number of devices of the run; devices on one node slow each other's computing down.
 
-        All durations that are asked for later depend on it. A further call replaces the number. What slows computing
-        down is taken from the machine file: curves of as many ranks of a node computing at once; or, in files of an
-        older version, two factors, of matrix products and of memory traffic, by which durations are multiplied. Without
-        either, on CPUs, the division of the threads among the node's ranks gives the factor of matrix products, from
-        measured peaks of that many threads where the file has them; with several ranks a node it is the factor of
-        memory traffic, too, and a line on this is added to the list ``guesses``. Without either, on accelerators,
-        nothing is slowed down.
+        All later durations depend on the number, which a further call replaces. The slowdown comes from the machine
+        file: from curves that were measured with as many ranks computing on one node, or in older files from two
+        factors on durations, one for matrix products and one for memory traffic. Without either, accelerators are not
+        slowed down. On CPUs one factor then serves both: the loss of speed with a rank's share of the node's threads,
+        by measured peaks of that many threads if the file has them; a line on this is added to the list ``guesses``.
 
         Args:
             devices: number of devices of the run, on all nodes.

@@ -29,10 +29,10 @@ def curve_seconds(curve: Curve, size: float) -> float:
 
 
 def kernel_seconds(curve: Curve, size: float, least: float) -> float:
-    """Return the seconds of a kernel over work of a given size: ``curve_seconds``, and less below the first point.
+    """Return the seconds of a kernel call of a given size, by interpolation in a measured curve of seconds over size.
 
-    The seconds fall in proportion from those of the smallest measured work to those of a call on next to none, so that
-    small micro-batches of a small model do not cost as much as the smallest call that was measured.
+    From the curve's first point on they are those of ``curve_seconds``. Below it they fall on a straight line to
+    ``least`` at size 0, so that small micro-batches of a small model cost less than the smallest measured call.
 
     Args:
         curve: measured points of seconds over size, and a line fitted to them.

@@ -439,7 +439,7 @@ def recognise_table(
     lines: Sequence[int] | None = None,
     separator: str = ",",
 ) -> MeasurementTable:
-    """Recognise what a published table measures by its columns, and keep the rows with all cells needed for it.
+    """Recognise the kind of a published table of measurements by its columns, and keep the rows that are complete.
 
     Args:
         name: the file's name, copied into the result.
@@ -447,7 +447,8 @@ def recognise_table(
         cells: the rows, each with the text of its cells by column.
         lines: line of the file in which each row ends, by which ``reason`` names incomplete rows; None: one line a row,
             after the header's.
-        separator: of the columns in the file; with semicolons a comma is a decimal mark where no cell has a point.
+        separator: separator of the columns in the file. With semicolons, commas in numbers are decimal marks if no
+            number of the table has a point.
 
     Returns:
         A ``MeasurementTable`` with its ``kind`` (``all-reduce``, ``metric by epoch``, ``data to target``, ``published
@@ -536,9 +537,9 @@ def read_tables(folder: Path) -> list[MeasurementTable]:
         folder: folder that is searched for names that end in ``.csv`` or ``.tsv``, with or without ``.gz``.
 
     Returns:
-        One ``MeasurementTable`` for each file, and for each file of another kind of data, sorted by path, with its
-        ``name`` (path within ``folder``), ``kind``, such as ``all-reduce``, and ``rows`` in SI units. Empty where there
-        is no such file.
+        One ``MeasurementTable`` for each file, sorted by path, with its ``name`` (path within ``folder``), ``kind``,
+        such as ``all-reduce``, and ``rows`` in SI units. Files of other data formats, such as spreadsheets, are in the
+        list with a ``reason`` alone. Empty where there is no such file.
     """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):

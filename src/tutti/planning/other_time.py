@@ -17,7 +17,7 @@ class RunOverhead:
     Attributes:
         devices: devices of the run.
         ranks: its data ranks, over which the held-out samples of an evaluation are divided.
-        start: seconds from the command to the first step, with what this step took longer than others.
+        start: seconds from the command to the first step, and the excess of this step over the median step.
         evaluation: seconds of one evaluation; None for a run without evaluations.
         save: seconds for which training waited at one save before the end; None for a run without such saves.
         end: seconds after the last step or evaluation, with the save at the end.
@@ -35,14 +35,14 @@ class RunOverhead:
 class OtherTime:
     """Predicts the seconds of a planned run besides its training steps from those of measured runs.
 
-    A plan has the start, the evaluations and the saves of the runs with the nearest number of devices (by their ratio),
-    their median. An evaluation divides its samples over the data ranks, and takes ranks measured ÷ ranks planned times
-    as long; a start and a save take as long as measured.
+    Start, evaluation and save take the median seconds of the runs with the nearest number of devices (by the ratio of
+    the numbers). The seconds of an evaluation are multiplied by measured ÷ planned number of data ranks, over which its
+    samples are divided.
 
     Attributes:
-        measured: the runs; without any, nothing is known.
-        evaluate, save: intervals of evaluations and saves; None: only at the end.
-        epoch: samples of an epoch; None if unknown.
+        measured: overheads of the measured runs; predictions are empty without any.
+        evaluate, save: planned intervals of evaluations and of saves; None: only at the end of the run.
+        epoch: training samples of an epoch; None if unknown.
     """
 
     measured: tuple[RunOverhead, ...] = ()
@@ -51,13 +51,14 @@ class OtherTime:
     epoch: float | None = None
 
     def seconds(self, devices: int, ranks: int, batch: int, samples: float) -> dict[str, float]:
-        """Return the seconds of ``start``, ``evaluation`` and ``save`` of a run; empty where nothing was measured.
+        """Predict the seconds of a planned run besides training: name of the cause → seconds over the whole run.
 
-        A cause is absent if no run has measured it, or if its interval is in epochs of unknown size.
+        Causes are ``start``, ``evaluation`` and ``save``. A cause is absent if no run has measured it, or if its
+        interval is in epochs of unknown size.
 
         Args:
             devices: devices of the planned run.
-            ranks: its data ranks.
+            ranks: data ranks of the planned run.
             batch: samples of a global batch.
             samples: training samples of the run.
         """
@@ -75,10 +76,10 @@ class OtherTime:
 
 
 def interval_count(interval: Duration | None, samples: float, batch: int, epoch: float | None) -> int | None:
-    """Return how often an evaluation or a save is due in a run, the one at the run's end included.
+    """Return the number of evaluations, or of saves, in a run, with the last one at the run's end.
 
     Args:
-        interval: between two of them; None: only at the end.
+        interval: interval between two evaluations or saves; None: only at the end of the run.
         samples: training samples of the run.
         batch: samples of a global batch.
         epoch: samples of an epoch; None if unknown.

@@ -100,7 +100,7 @@ def stage_layout(config: PlannedRun) -> PipelineConfig | LayersConfig:
 
 
 def needs_module_times(config: PlannedRun) -> bool:
-    """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
+    """Return whether a run balances its pipeline stages by measured seconds of modules, not by their parameters.
 
     False for the schedule ``one_by_one``, for reproducible runs, and where the strategy's options fix the cuts.
 
@@ -160,7 +160,7 @@ def timing_config(config: PlannedRun) -> PlannedRun:
 
 
 def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, float]) -> StagePlan:
-    """Partition the model into pipeline stages as a run would, and find out how much memory each block of it needs.
+    """Partition the model into pipeline stages as a run would, and measure the memory of each block of the model.
 
     Blocks are sequences of consecutive calls in the model's graph, between which stages may be cut. The model is built
     and run on fake tensors in this process, or with few real samples if it reads values; nothing is sent.
@@ -207,7 +207,8 @@ def run_graph(task: Task, config: PlannedRun, graph: fx.Graph) -> GraphMemory:
         graph: the graph of the forward of the task's model, such as that of a partition into stages.
 
     Returns:
-        A ``GraphMemory``, which the partitions of this graph share, whatever their stages.
+        A ``GraphMemory``: bytes of each node's output, and of the tensors alive between nodes, from which the memory of
+        the stages of any partition of this graph follows.
 
     Raises:
         UsageError: the devices do not fit the strategy, or ``--micro-batch`` and the strategy's ``micro_batches`` are

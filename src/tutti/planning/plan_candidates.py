@@ -171,23 +171,23 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
 
 def drawn_seconds(middle: float, spread: float, choice: object) -> Array:
-    """Return (256,) Monte Carlo draws of the measured seconds of a step, by its normal error in the logarithm.
+    """Return (256,) Monte Carlo draws of the measured seconds of a step, whose logarithm has a normal error.
 
     Args:
         middle: measured seconds.
         spread: standard error of their natural logarithm.
-        choice: devices, batch, strategy and options. Other choices are measurements of their own, with errors of their
-            own; equal ones give equal draws.
+        choice: devices, batch, strategy and options of the step, which seed the draws: equal choices give equal draws,
+            and different ones independent draws.
     """
     seed = zlib.crc32(repr(choice).encode())
     return np.asarray(middle * np.exp(spread * np.random.default_rng(seed).standard_normal(DRAWS)))
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
-    """Check that runs have measured the strategies whose samples to the target no other strategy's run can predict.
+    """Check that strategies such as ``local_sgd`` have been measured, because E(B) does not hold for them.
 
-    These are strategies whose logical workers (fixed shares of the global batch) do not make one common update a step,
-    such as ``local_sgd``. All other strategies pass the check.
+    E(B), the samples to the target at batch B, holds for strategies whose logical workers (fixed shares of the global
+    batch) make one common update a step; these pass the check. All others need a run to the target of their own.
 
     Args:
         strategies: strategies to plan with, as texts of ``--strategy``.
@@ -195,7 +195,7 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
         command: ``tutti train`` with task and target, to which the error's remedy adds the options of the missing run.
 
     Raises:
-        UsageError: one of these strategies has no measured step.
+        UsageError: a strategy to which E(B) does not apply has no measured step.
     """
     for strategy in strategies:
         choice = parse_strategy(strategy)

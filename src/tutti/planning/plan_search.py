@@ -243,7 +243,9 @@ class StepPricer:
         return memory_rows(self.sizes.device_memory(self._config(step)))
 
     def sized(self, step: PlannedStep) -> PlannedStep:
-        """Return a plan with its predicted memory; without it if the step is a bound, or memory cannot be predicted.
+        """Return a copy of a plan with its predicted memory.
+
+        ``step`` itself is returned if its seconds are only a lower bound, or its memory cannot be predicted.
 
         Args:
             step: the plan: devices, batch, strategy and options.
@@ -259,7 +261,7 @@ class StepPricer:
             return step
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing that find anything to recompute in the task's model.
+        """Return the values of ``--activation-checkpointing`` that find something to recompute in the task's model.
 
         Returns:
             ``none`` first, then the other choices with something to recompute, such as ``blocks`` and ``selective``.

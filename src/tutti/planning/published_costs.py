@@ -39,8 +39,8 @@ _LAUNCH = 5e-6
 class PublishedCosts(StepCosts):
     """Predicts how long computing and messages take on hardware that published training jobs ran on.
 
-    One FLOP/s rate, reached by these jobs, holds for all computing; links are guessed. Of a chip without such jobs the
-    rate is the part of its peak that jobs on other chips reached.
+    All computing has one rate in FLOP/s, which these jobs reached; links are guessed. For a chip without such jobs the
+    rate is its peak times the utilisation that jobs on other chips reached.
 
     Args:
         hardware: name of the chip, as people write it, such as ``A100-80GB``.
@@ -115,7 +115,7 @@ class PublishedCosts(StepCosts):
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
-            backward: ignored.
+            backward, resident: ignored.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the uncertain rate.
@@ -152,9 +152,10 @@ class PublishedCosts(StepCosts):
         return np.zeros(DRAWS)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
-        """Return the seconds of a collective: the closed form of one ring over all ranks, whose slowest link counts.
+        """Return the seconds of a collective by the closed form of one ring over all ranks.
 
-        Of the links within nodes and the node's link, the slower one passes the bytes meanwhile; latencies add up.
+        The slower of the links within nodes and the link between nodes sets the rate of the bytes; the latencies of
+        both add up.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.

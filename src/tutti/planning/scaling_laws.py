@@ -236,15 +236,15 @@ def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
 
     The factor is (1 + σ√(2 ln N)) · (1 + w½/w): a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times
     as long as a typical one (Gumbel's extreme of normal draws), and a forward or backward works at a saturating rate
-    r∞·w/(w + w½). Its work w are the elements of a matrix product's result on a tensor rank, in tokens of a model of
-    hidden size 2,048 on one rank: tokens · hidden / 2048 / tensor.
+    r∞·w/(w + w½). The work w is the size of a matrix product's result on a tensor rank, counted in tokens of a model
+    of hidden size 2,048 on one rank: w = tokens · hidden / 2048 / tensor.
 
-    The summand: gradients go round a ring whose slowest link counts, a device's link within a node or its part of the
-    node's network; of its time a fitted fraction is exposed, the rest overlaps with computing. Sharded weights are
-    gathered twice, by some frameworks once more for recomputation, and their gradients scattered once in each
-    micro-batch, in a pipeline once in each step, layer by layer, and each of these collectives waits for N − 1 hops.
-    Tensor ranks all-reduce activations 4 times a layer, 6 times with recomputation (Shoeybi et al. 2019,
-    arXiv 1909.08053, §3). Each step has a fixed cost, such as the optimizer's.
+    The summand has four costs. Gradients go round a ring at the rate of its slowest link, within a node or a device's
+    part of the node's network; a fitted fraction of this time is exposed, and the rest overlaps with computing. Sharded
+    weights are gathered twice (in some frameworks once more for recomputation) and their gradients scattered once,
+    layer by layer, in each micro-batch, or with a pipeline in each step; each of these collectives waits for N − 1
+    hops. Tensor ranks all-reduce activations 4 times a layer, 6 times with recomputation (Shoeybi et al. 2019, arXiv
+    1909.08053, §3). Each step has a fixed cost, such as the optimizer's.
 
     Args:
         constants: σ, exposed fractions of the gradients' ring and of gathering and scattering, w½ in tokens, seconds of

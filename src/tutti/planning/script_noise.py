@@ -96,7 +96,7 @@ def script_noise(
     Args:
         script: path of the script, which calls ``tutti.prepare``.
         arguments: its command-line arguments.
-        measurement: interval, parts of a batch, and the number of steps.
+        measurement: interval of measurements, logical workers and micro-batch, and the number of steps to train.
         last: fraction of the measured steps, counted from the end, whose noise is kept.
 
     Returns:

@@ -332,16 +332,18 @@ def _act_as(own: nn.Module, model: nn.Module) -> None:
 
 
 def run_intercepted(script: str, arguments: Sequence[str], handler: PrepareHandler) -> None:
-    """Run a script in this process as ``__main__``, with its output on stderr and another ``tutti.prepare``.
+    """Run a script in this process as ``__main__``, with ``tutti.prepare`` replaced by a function of the caller.
+
+    The script's output goes to stderr.
 
     Args:
         script: path of the script.
-        arguments: its command-line arguments.
-        handler: is called in place of ``tutti.prepare``, with model, optimizer, data set, loss and options; the script
-            gets its result.
+        arguments: command-line arguments of the script.
+        handler: called in place of ``tutti.prepare``, with model, optimizer, data set, loss and options; its result is
+            what the script's call returns.
 
     Raises:
-        BaseException: what the script raises, SystemExit included.
+        BaseException: any exception that the script raises, SystemExit included.
     """
     with _as_main(script, arguments), redirect_stdout(sys.stderr), intercept_prepare(handler):
         runpy.run_path(script, run_name="__main__")

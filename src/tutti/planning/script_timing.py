@@ -48,7 +48,7 @@ class StepClock:
         self._run: Run | None = None
 
     def on_step_end(self, run: Run) -> None:
-        """Count the step, and take the time after each block of steps. Waits for the kernels of an accelerator.
+        """Count a step, and record the time after each block of steps, once an accelerator's kernels have ended.
 
         Args:
             run: the script's run.
@@ -65,15 +65,15 @@ class StepClock:
             raise EnoughSteps
 
     def timing(self, script: str) -> dict[str, Any]:
-        """Return what was measured.
+        """Return the measured seconds of a step, with their error and the devices, as a JSON object.
 
         Args:
             script: path of the script, for messages.
 
         Returns:
-            ``seconds`` of a step of a whole global batch, the median of the blocks, among which an evaluation or save
-            of the script may be; ``spread``, the standard error of its natural logarithm; ``steps``, the number of
-            steps timed; ``devices``, the number of ranks; and ``device``, the type of their devices.
+            ``seconds`` of a step of a whole global batch, the median over blocks of steps (a block may include an
+            evaluation or save of the script); ``spread``, the standard error of its natural logarithm; ``steps``, the
+            number of steps timed; ``devices``, the number of ranks; and ``device``, the type of their devices.
 
         Raises:
             UsageError: the script has trained too few steps.
@@ -108,7 +108,8 @@ def time_script(script: str, arguments: Sequence[str], options: Mapping[str, Any
         options: options of ``tutti.prepare`` that replace the script's own, such as ``strategy`` and ``batch_size``.
 
     Returns:
-        The ``timing`` of a ``StepClock``.
+        The result of ``StepClock.timing``: ``seconds`` of a step, ``spread`` (standard error of their natural
+        logarithm), ``steps`` that were timed, number of ``devices``, and type of a ``device``.
 
     Raises:
         UsageError: the script raises, exits with another code than 0, or trains too few steps.

@@ -14,7 +14,7 @@ from tutti.train.run_options import RunOptions
 
 
 class EnoughSteps(BaseException):
-    """Ends a script after its last step, raised by a callback; a script's ``except Exception`` does not catch it."""
+    """Raised by a callback to end a script after its last step; a script's ``except Exception`` does not catch it."""
 
 
 def train_script(
@@ -32,10 +32,11 @@ def train_script(
     Args:
         script: path of the script.
         arguments: its command-line arguments.
-        change: takes data set and options of the script's first ``tutti.prepare`` and returns those to prepare the run
-            with; later runs of the script keep theirs.
-        command: the command with its options, for a message: the script's own arguments follow it after ``--``.
-        checkpoints: whether ``save`` and ``restore`` of the script's runs act; False keeps its checkpoints as they are.
+        change: function of the data set and options that the script passes to its first ``tutti.prepare``; returns the
+            data set and options with which this run is prepared. Later runs of the script are prepared unchanged.
+        command: the ``tutti`` command with its options, for an error that proposes to write ``--`` before the script's
+            own arguments.
+        checkpoints: whether ``save`` and ``restore`` of the script's runs have an effect.
 
     Raises:
         UsageError: the script raises, or exits with another code than 0. The message names the script's line.

@@ -42,7 +42,7 @@ class StepCosts(Protocol):
     overlaps: bool
 
     def note(self, text: str) -> None:
-        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
+        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless the list has it.
 
         Builders of simulated steps call it wherever a prediction rests on a number that was not measured; reports show
         the list.
@@ -74,7 +74,7 @@ class StepCosts(Protocol):
             samples: number of samples in the micro-batch, for which these functions are evaluated.
             backward: whether the first of ``works`` is a backward, whose operators run at rates of their own.
             resident: bytes that the step touches between two uses of a tensor, such as activations, parameters and
-                gradients; what is small stays in a CPU's caches.
+                gradients; if they fit into a CPU's cache, a tensor is still there at its next use.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain

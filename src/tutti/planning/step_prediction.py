@@ -482,15 +482,16 @@ def predict_step(
 
 
 def step_basis(costs: StepCosts, devices: int, scaled: bool = False) -> str:
-    """Return in words what the predicted seconds of a step rest on: the basis of its cell (``conformal_band``).
+    """Return the class of a predicted step time in words, such as ``simulated step on measured CPUs``.
 
-    Bases tell apart data of measured and of published machines, CPUs and accelerators, no more devices than were
-    measured together and more, and predictions that are multiplied by measured ÷ predicted seconds of other steps.
+    Predictions of one class have errors alike, from which their bands are made (``conformal_band``). The class depends
+    on the data of the machine (measured or published), its kind (CPUs or accelerators), whether the step has more
+    devices than were measured together, and ``scaled``.
 
     Args:
         costs: predicts durations on the machine; read are the kind of its data and the devices of a node.
         devices: number of devices of the step.
-        scaled: whether the prediction is so multiplied.
+        scaled: whether the prediction is multiplied by measured ÷ predicted seconds of other steps.
     """
     kind = "accelerators" if costs.overlaps else "CPUs"
     more = costs.basis == "measured" and devices > costs.network.per_node

@@ -212,7 +212,9 @@ class StepTimes:
         return np.asarray(self.end.max(axis=0))
 
     def shares(self) -> dict[str, float]:
-        """Return the parts of all devices' time in the simulated step as fractions, in the median Monte Carlo draw.
+        """Return the fractions of all devices' time that the simulated step spends computing, communicating and idle.
+
+        They are those of the Monte Carlo draw whose step time is nearest to the median.
 
         Returns:
             ``compute``: forward, backward and update; ``communication``: messages while the device does not compute;

@@ -17,10 +17,11 @@ class StrategyWork:
     They come on top of the seconds of the model's operators, messages and updates.
 
     Attributes:
-        step: of a step.
-        tensor: more for each of the rank's trainable parameter tensors.
-        micro_batch: of a micro-batch.
-        unit: more for each of the rank's parameter tensors, with FSDP each wrapped module, in a micro-batch.
+        step: seconds of a step.
+        tensor: additional seconds of a step for each of the rank's trainable parameter tensors.
+        micro_batch: seconds of a micro-batch.
+        unit: additional seconds of a micro-batch for each of the rank's parameter tensors, with FSDP for each wrapped
+            module.
     """
 
     step: float = 0.0
@@ -29,7 +30,7 @@ class StrategyWork:
     unit: float = 0.0
 
     def of_step(self, tensors: int) -> float:
-        """Return the seconds of the strategy's Python work in a step, those in its micro-batches left out.
+        """Return the seconds of the strategy's Python work in a step, without the work in its micro-batches.
 
         They are ``step`` + ``tensors`` · ``tensor``.
 
