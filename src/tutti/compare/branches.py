@@ -155,8 +155,8 @@ def branch_trials(
             only if the run has no rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.
 
     Returns:
-        One trial (configuration, seed and run directory, below ``branches`` in the run's own) for each branch, ordered
-        by seed and then by multiple.
+        One trial for each branch, ordered by seed and then by multiple: its configuration, seed and run directory, a
+        subfolder of ``branches`` in the directory of ``point.run``.
 
     Raises:
         UsageError: a multiple is below 1, or its batch makes fewer than two steps in the window.

@@ -73,7 +73,7 @@ def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
 
     Args:
         config: options of one run.
-        reference: options of the run it is compared with, whose scale decides which options have an effect.
+        reference: options of the other run, whose scale decides which options have an effect.
 
     Returns:
         Names of fields of ``TrainConfig``, such as ``optimizer``, sorted; empty if only scale and learning rate differ.

@@ -55,7 +55,7 @@ class Board:
     def show(self, trial: Trial, number: int, rows: Mapping[str, RungResult], metric: Metric | None) -> None:
         """Show that a run of the comparison begins: a redrawn table in a terminal, one printed line elsewhere.
 
-        To be called within this display's ``with`` block, before ``progress`` of the same run.
+        To be called within the ``with`` block of this object, before ``progress`` is called for the same run.
 
         Args:
             trial: the run, one rung (configuration) with one seed.

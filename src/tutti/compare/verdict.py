@@ -164,7 +164,7 @@ class Effect:
 
 
 def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
-    """Return what each rung's change of options gains: the mean of its held-out metric compared with its parent rung's.
+    """Return for each rung the gain in the held-out metric, mean over the seeds, over the rung that it changes.
 
     Left out are rungs without a finished run, and rungs whose parent has none.
 
@@ -178,7 +178,7 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         better than the parent), ``noise`` (the larger of both rungs' ranges over seeds) and ``share``: the gain divided
         by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is a number for
         recipes alone, and None if there is no drop. Recipes are here all rungs but the naive one at another number of
-        logical workers or batch size than the first; if no rung has another, all but the naive and the first.
+        logical workers or batch size than the first; if all rungs have one scale, all but the naive and the first.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}

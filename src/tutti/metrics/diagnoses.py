@@ -103,8 +103,8 @@ class Diagnoses:
         """Report a classic training mistake on rank 0, with its cause and remedy, the first time that it is found.
 
         The report is a ``DiagnosisWarning``, or its text passed to the function ``warn`` of the constructor. On every
-        rank that makes the call, ``name`` is appended to the list ``found``; a name that is there already is not
-        reported again. Not collective: findings of other ranks than 0 are recorded there, and not shown.
+        rank that makes the call, ``name`` is appended to the list ``found``; a name in this list is not reported again.
+        Not collective: a rank other than 0 records the mistake in its own list, and shows nothing.
 
         Args:
             name: a key of ``CLASSICS``, such as ``same-data``.

@@ -28,7 +28,7 @@ LOGGED: Mapping[str, tuple[str, str]] = {
 def train_names(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return the values of a training step by their names in loggers; values that are None are left out.
 
-    Keys that the table does not have, such as metrics of the loss function, become ``train/{key}``.
+    Keys without a logger's name of their own, such as metrics of the loss function, become ``train/{key}``.
 
     Args:
         values: values by their keys in ``metrics.jsonl``.

@@ -38,8 +38,8 @@ def metric_records(run: Path) -> list[dict[str, Any]]:
     """Return all readable records of a run's metrics, in the order of the file.
 
     A record is a dict, the JSON object of one line of ``metrics.jsonl``. Its key ``group`` is ``train`` for a step,
-    ``eval`` for an evaluation, ``resume`` or ``warning``. Lines that are no JSON object, such as one that a killed run
-    has not finished, are left out.
+    ``eval`` for an evaluation, ``resume`` or ``warning``. Lines that are no JSON object, such as the unfinished last
+    line of a killed run, are left out.
 
     Args:
         run: the run directory.

@@ -97,7 +97,7 @@ def claim_run_directory(path: Path) -> Iterator[None]:
         path: the run directory.
 
     Raises:
-        UsageError: another run holds the lock, for some seconds from now on.
+        UsageError: another run holds the lock, and has not released it after a wait of some seconds.
         DiskError: the directory cannot be opened.
     """
     with _writing(path):

@@ -17,7 +17,7 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
-    """Make the HTML report's section on loss landscapes: a table and charts of what ``tutti landscape`` measured.
+    """Make the HTML report's section on loss landscapes: a table and charts of the results of ``tutti landscape``.
 
     The table has a row for each run with a ``landscape.json``: loss and metrics, largest Hessian eigenvalue, trace and
     sharpness at a checkpoint. Charts show the spectrum's density; loss and metrics along lines, on training and

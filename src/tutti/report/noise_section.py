@@ -21,8 +21,8 @@ _KINDS = (
 def noise_section(runs: Sequence[RunRecord]) -> ReportSection | None:
     """Make the HTML report's section on gradient noise: the noise scale of each run with its band, beside the batch.
 
-    A chart for each kind of noise scale that the runs have recorded: that of the gradient, that of the gradient scaled
-    by Adam's preconditioner (both of ``--noise-every``), and that of ``--lr-scale adascale``, which has no band.
+    Each kind of noise scale that the runs have recorded gets a chart: of the gradient, of the gradient scaled by Adam's
+    preconditioner (both from ``--noise-every``), and from ``--lr-scale adascale``, which has no band.
 
     Args:
         runs: all runs of the report, in the order of the report; the position gives each run its letter and colour.

@@ -73,11 +73,11 @@ def read_plan(path: Path) -> ReportedPlan:
 
 
 def plan_section(plan: ReportedPlan, runs: Sequence[RunRecord]) -> ReportSection:
-    """Make the HTML report's section on a plan: the plan and why others lost, its predictions beside measured values.
+    """Make the HTML report's section on a plan, with its runners-up and its predictions beside measured values.
 
-    A prediction is compared with runs of the same number of devices, and of the same batch, strategy and options where
-    the plan states them. Options of the plan are compared with those of each run. Lists of the plan become tables, and
-    single values a folded table.
+    Runners-up have the reason why they take longer. A prediction is compared with runs of the same number of devices,
+    and of the same batch, strategy and options where the plan states them. A table compares the plan's options with
+    each run's. Lists in the plan become tables, and its single values one folded table.
 
     Args:
         plan: the plan.

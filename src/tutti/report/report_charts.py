@@ -109,7 +109,7 @@ def line_chart(
             at least one. May be empty only for a linear scale.
         x, y: labels of the axes, with units.
         caption: what the chart shows, in a sentence.
-        scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
+        scale: scale of the vertical axis, ``linear`` or ``log``; a logarithmic axis shows six decades.
 
     Returns:
         A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
@@ -132,9 +132,10 @@ def line_chart(
 def band_chart(
     series: Sequence[ChartSeries], x: str, y: str, caption: str, levels: Sequence[tuple[str, float]] = ()
 ) -> ReportChart:
-    """Draw lines with their bands over a logarithmic vertical axis as SVG, and horizontal lines to compare them with.
+    """Draw one line with its band for each run as SVG, and horizontal lines of reference; the vertical axis is log.
 
-    Bands end at the axis where they reach ten times beyond all lines. Needs matplotlib.
+    Ends of bands outside of [smallest value / 10, largest value · 10] do not extend the axis, and are cut at its end.
+    Needs matplotlib.
 
     Args:
         series: for each run its number in the report, from 0, which selects colour and dashes, its (x, y) points and
@@ -246,14 +247,14 @@ def contour_chart(
 
 
 def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:
-    """Draw throughput over the number of devices as SVG, with the line of linear scaling from the fewest devices on.
+    """Draw throughput over the number of devices as SVG, beside linear scaling from the run with the fewest devices.
 
     Needs matplotlib.
 
     Args:
         points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
             devices together) of each run, at least one.
-        unit: of the throughput.
+        unit: unit of the throughput, the label of the vertical axis.
         caption: what the chart shows, in a sentence.
 
     Returns:

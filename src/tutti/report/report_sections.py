@@ -554,7 +554,7 @@ def bytes_text(size: float) -> str:
 
 
 def run_target(run: RunRecord) -> Mapping[str, Any] | None:
-    """Return what a run's summary says about the target of ``--until``; None if it lacks the metric or the value.
+    """Return a run's result for the target of ``--until`` from its summary; None if metric or value are missing there.
 
     Args:
         run: content of the run directory.

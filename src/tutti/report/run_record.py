@@ -180,7 +180,8 @@ class RunRecord:
     def peaks(self) -> list[tuple[int, float | None, float | None]]:
         """Peak memory of each rank: (rank, bytes of the process's resident set, bytes of tensors on its accelerator).
 
-        None stands for what is not recorded, such as the second number on a CPU. Empty for a run without an end.
+        A number that is not recorded, such as the bytes of tensors on a CPU, is None. The list is empty for a run that
+        has recorded no end.
         """
         rows = self.summary.get("peak_memory")
         found = []
@@ -205,12 +206,12 @@ class RunRecord:
 
         Args:
             name: name of the value y, such as ``loss``.
-            axis: what x is: ``samples`` trained so far, ``step``, or ``seconds`` of training.
+            axis: quantity x: ``samples`` trained so far, ``step``, or ``seconds`` of training.
             of: ``train`` for the value of each step, ``eval`` for the held-out value of each evaluation.
 
         Returns:
-            Points (x, y) in the order of the records, without those of which a coordinate is missing or not finite;
-            empty if the value is not recorded.
+            Points (x, y) in the order of the records; records in which x or y is missing or not finite have no point.
+            Empty if the value is not recorded.
         """
         trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
         found = []

@@ -74,7 +74,7 @@ def plan_law(plan: Mapping[str, Any], name: str) -> TargetLaw | None:
         name: name of the plan's file.
 
     Returns:
-        The law; None if the plan states none, as one for a single measured batch.
+        The law; None if the plan states none, such as a plan from runs of a single batch size.
     """
     data = plan.get("data")
     data = data if isinstance(data, Mapping) else {}

@@ -126,9 +126,10 @@ def bench_rank(
     """Measure parts of the machine as one of the ranks that the launcher has started.
 
     Collective over all ranks of the launch, which call it with equal arguments as their main function; it initialises
-    the process group, and ends it on return, but not after an error. ``links`` sends messages between neighbouring
-    ranks; ``collectives`` makes all-reduces, all-gathers, reduce-scatters and broadcasts over all ranks; other parts
-    but ``strategies`` send nothing. Rank 0 writes figures and curves as JSON into ``directory``.
+    the process group, and ends it on return, but not after an error. The part ``links`` sends messages between
+    neighbouring ranks, ``collectives`` makes all-reduces, all-gathers, reduce-scatters and broadcasts over all ranks,
+    and ``strategies`` trains with them; all other parts send nothing. Rank 0 writes figures and curves as JSON into
+    ``directory``.
 
     Args:
         parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and

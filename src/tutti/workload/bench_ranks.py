@@ -34,10 +34,10 @@ def bench_links(world: World, found: Findings) -> None:
     The pairs are measured one after the other. The last rank exchanges no message with rank 0; a single rank measures
     nothing.
 
-    Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
-    share its rate, or because both take the same cores. A message of one way takes half the seconds of one there and
-    one back, so that no clock of another rank is read. The function is collective over all ranks: before each message
-    all ranks all-gather one number, as a barrier, and rank I broadcasts the curve of its pair.
+    Ring algorithms use both directions of a link at once, which slows each of them down on some links: acknowledgements
+    share the rate, or both directions take the same cores. The seconds of a message one way are half of a round trip,
+    so that no clock of another rank is read. The function is collective over all ranks: before each message all ranks
+    all-gather one number, as a barrier, and rank I broadcasts the curve of its pair.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
@@ -92,9 +92,9 @@ def bench_collectives(
 def bench_shared(world: World, found: Findings) -> None:
     """Measure operators and optimizers in all ranks of a node at once, each with the threads it has in training.
 
-    What ranks share slows each of them down: cores, caches and the bandwidth of memory, by class of operator and size.
-    Collective over all ranks: before each group of curves they all-gather one number, as a barrier. The measurements
-    stay on their rank.
+    The curves show how far shared cores, caches and memory bandwidth slow each rank down, by class of operator and
+    size. Collective over all ranks: before each group of curves they all-gather one number, as a barrier. Each rank
+    keeps its own measurements.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.

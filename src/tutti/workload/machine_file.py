@@ -26,8 +26,8 @@ class Figure:
     Attributes:
         value: the number; a median where it was measured.
         unit: unit of the number, such as ``FLOP/s``, ``byte/s``, ``s``, ``sample/s`` or ``ratio``.
-        n: number of measurements behind it.
-        spread: interquartile range of these measurements, in the same unit; None where there is one alone.
+        n: number of measurements from which it was computed.
+        spread: interquartile range of these measurements, in the same unit; None for a single measurement.
         basis: where the number comes from.
     """
 

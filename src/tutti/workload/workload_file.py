@@ -25,7 +25,7 @@ class Affine:
 
     Attributes:
         fixed: part that does not depend on the number of samples.
-        per_sample: what each sample adds.
+        per_sample: part that each sample adds.
 
     >>> Affine(10.0, 2.0).at(4)
     18.0
@@ -218,7 +218,7 @@ def workload_json(workload: Workload) -> dict[str, Any]:
 
 
 def read_workload(path: Path) -> Workload:
-    """Read what training a model asks of a device from the file that ``tutti workload TASK -o FILE`` writes.
+    """Read FLOP, bytes and operator calls of a training step from the file that ``tutti workload TASK -o FILE`` writes.
 
     A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
