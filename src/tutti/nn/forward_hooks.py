@@ -38,9 +38,10 @@ def find_script_hook(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, str
 class KeptGraphs:
     """Finds forward hooks of the script that keep tensors with their autograd graph beyond the forward.
 
-    A hook that returns nothing may keep what it sees, such as features for the loss. The hook is therefore given views
-    of the module's inputs and outputs. If the autograd node of a view is alive after the forward, outside of the graph
-    of the forward's results, the hook has kept the view or something that it has computed from it.
+    A hook that returns nothing may keep tensors that it is called with, such as features for the loss. It is therefore
+    called with views of the module's inputs and outputs. If the autograd node of a view is alive after the forward,
+    outside of the graph of the forward's results, the hook has kept the view or a tensor that it has computed from the
+    view.
 
     Args:
         model: modules whose hooks are watched.

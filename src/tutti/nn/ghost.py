@@ -32,8 +32,8 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 def ghosts(samples: int, size: int, points: int) -> list[int]:
     """Cut a batch into ghost batches of consecutive samples, each normalised with its own statistics.
 
-    The last ghost batch holds the samples that remain, at most ``size``. Only if these samples have a single number a
-    channel in all, which has no variance, are they a part of the ghost batch before instead.
+    The last ghost batch holds the samples that remain, at most ``size``. If that is a single sample with one point,
+    whose channels have no variance, it joins the ghost batch before.
 
     Args:
         samples: samples in the batch.

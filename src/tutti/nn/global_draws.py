@@ -87,13 +87,15 @@ class GlobalDraws:
         self._in_step, self._is_keyed = True, keyed
 
     def enter(self, key: int, slot: Slot | None = None) -> None:
-        """Set Python's and NumPy's global generators for a micro-batch: seed them by its key, if it has to be seeded.
+        """Set the states from which a micro-batch's code draws by Python's and NumPy's global generators.
 
-        Otherwise, as the description of the class says, they get the script's own states from the start of the step.
+        The generators are seeded by ``key`` if ``slot`` is None, the step is keyed (``begin_step``), the slot has drawn
+        in an earlier step, or the object is made with ``always``. Otherwise they get the states that they had before
+        the step.
 
         Args:
             key: 64-bit key of the micro-batch.
-            slot: its logical worker (fixed share of the global batch) and its index there; None: seed in any case.
+            slot: its logical worker (fixed share of the global batch) and its index there; None for no slot.
         """
         words = self._note()
         self._slot = slot if self._in_step else None

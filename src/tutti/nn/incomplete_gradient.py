@@ -164,7 +164,7 @@ def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
-    """Clear a real gradient as the script has cleared the placeholder of it in ``.grad``; return the gradient or None.
+    """Clear a real gradient in the way in which the script has cleared its placeholder, to None or to zeros.
 
     Called where the script was shown a placeholder (``conceal``) in place of ``gradient``, to carry a ``zero_grad()``
     of the script over. None and zeros differ: an optimizer passes over a parameter without gradient, while momentum and
@@ -175,7 +175,7 @@ def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
         shown: the present ``.grad``: the placeholder, or None if the script has set ``.grad`` to None.
 
     Returns:
-        None if ``shown`` is None, else ``gradient``.
+        None if ``shown`` is None, else ``gradient``, zeroed if the placeholder was zeroed.
     """
     if shown is None:
         return None

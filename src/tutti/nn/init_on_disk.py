@@ -51,11 +51,11 @@ def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]
 
 
 def as_built(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which new tensors are backed by files if a parameter of ``model`` is, else by memory.
+    """Return a context in which new tensors are backed by files if a parameter of ``model`` is backed by a file.
 
     For code that makes further tensors of the model's size, such as copies of it. With a parameter in a file the
     context is ``spilling()``: new CPU tensors of 1 MiB or more are backed by files in the default folder, which vanish
-    with the process. Otherwise the context does nothing.
+    with the process. Otherwise the context does nothing, and new tensors are in memory.
 
     Args:
         model: the model; its parameters are only looked at.

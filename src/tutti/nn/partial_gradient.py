@@ -210,11 +210,12 @@ class PartGradient(IncompleteGradient):
 
     Norms, scaling and clamping in place, as in ``clip_grad_norm_``, gather no gradient. Neither do other in-place
     functions that act element by element: their operands are cut like the gradient. Any other function is called with a
-    copy of the whole gradient, all-gathered over the ranks that hold the parts; of a result that it writes in place
-    each rank keeps its part. Results are plain tensors, equal on all ranks: of the whole gradient, or of this rank's
-    part where an operand is such a part. A view of the gradient is a ``GradientView``, whose writes go into the
-    gradient. Every edit is also applied to ``probe``, three numbers that ranks compare to find whether they have edited
-    the gradient differently. ``GradientParts.conceal`` makes these objects.
+    copy of the whole gradient, all-gathered over the ranks that hold the parts; if it writes the copy in place, each
+    rank copies its part of the new values back into the gradient. Results are plain tensors, equal on all ranks: of the
+    whole gradient, or of this rank's part where an operand is such a part. A view of the gradient is a
+    ``GradientView``, whose writes go into the gradient. Every edit is also applied to ``probe``, three numbers that
+    ranks compare to find whether they have edited the gradient differently. ``GradientParts.conceal`` makes these
+    objects.
 
     Attributes:
         parts: the ``GradientParts`` that this gradient belongs to, which computes norms.

@@ -292,8 +292,8 @@ def self_of(frame: FrameType) -> Any:
     """Return the object whose method a frame runs; None if the frame runs no method.
 
     A function counts as a method if its first argument is named ``self``, and also, under any name of the argument, if
-    it is the method ``step`` of the argument's class, as of an optimizer. Local variables of other functions are not
-    read, which takes a copy of all of them.
+    it is the method ``step`` of the argument's class, as of an optimizer. The local variables of other functions are
+    not read, because Python copies all of them to read one.
 
     Args:
         frame: the frame.

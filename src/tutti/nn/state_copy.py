@@ -19,11 +19,11 @@ WRITE_COPY = "write into copy.deepcopy(run.state()) and give it to model.load_st
 
 
 class SourceValues(ABC):
-    """Tells whether a tensor of the model still has the values of which a ``StateCopy`` (in a state dict) was made."""
+    """Tells whether a tensor of the model has changed since a ``StateCopy`` of it was made for a state dict."""
 
     @abstractmethod
     def unchanged(self) -> bool:
-        """Return whether the model's tensor has, on this rank, the values of which the copy was made. Not collective.
+        """Return whether the model's tensor still has, on this rank, the values of the copy. Not collective.
 
         Abstract. ``StateCopy`` calls it before each read or write of the copy.
         """

@@ -15,12 +15,12 @@ from tutti.torch_compat import in_backward, tree_map_only
 
 
 class GradientSums:
-    """Summed gradients of all parameters, on parameter servers until the update; this rank reads them at most once.
+    """Reads the summed gradients of all parameters from parameter servers, at most once, until the update is made.
 
     Args:
-        read: returns the summed gradient of each parameter, in tensors of its own. It must not refer to a parameter in
-            whose ``.grad`` a placeholder is: Python's garbage collector does not see that a parameter owns its
-            ``.grad``.
+        read: function without arguments that reads them; returns one new tensor for each parameter. It must not refer
+            to a parameter in whose ``.grad`` a placeholder is: Python's garbage collector does not see that a parameter
+            owns its ``.grad``.
     """
 
     def __init__(self, read: Callable[[], Sequence[Tensor]]) -> None:
@@ -71,9 +71,9 @@ class GradientSums:
 class SummedGradient(IncompleteGradient):
     """Placeholder in ``.grad`` for a gradient that parameter servers have summed: the script computes with its values.
 
-    The first operation that needs values reads the gradients of all parameters. It acts, as all later ones do, on a
-    tensor of this rank's, so that edits in place stay on this rank until the update. A script that does not look at its
-    gradients, or only clears them, reads none.
+    The first operation that needs values reads the gradients of all parameters. This operation and all later ones act
+    on a tensor of this rank, so that edits in place stay on this rank until the update. A script that does not look at
+    its gradients, or only clears them, reads none.
 
     Args:
         parameter: the parameter.
@@ -116,9 +116,10 @@ class SummedGradient(IncompleteGradient):
         return not torch.equal(self._own.nan_to_num(), self._sums.values()[self._index].nan_to_num())
 
     def belongs_to(self, sums: GradientSums | None) -> bool:
-        """Return whether this placeholder stands for a gradient of the present sums. Not collective.
+        """Return whether this placeholder stands for one of the gradients that the parameter servers hold now.
 
-        A script may have kept a placeholder of an earlier step, whose gradient the servers have dropped.
+        A script may have kept a placeholder of an earlier step, whose gradient the servers have dropped. Not
+        collective.
 
         Args:
             sums: the gradients that the servers hold now, summed over the ranks; None if they hold none.

@@ -64,8 +64,8 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 def to_float64(model: nn.Module) -> nn.Module:
     """Convert all floating-point parameters and buffers of a model to float64 in place, and return the model.
 
-    ``Module.double`` does the same, but fails on fake tensors: it swaps each for another, and a ``FakeTensorMode``
-    keeps weak references to them.
+    ``Module.double`` does the same, but fails on fake tensors: it swaps the contents of two tensors, which PyTorch
+    refuses for tensors with weak references, as a ``FakeTensorMode`` keeps them.
 
     Args:
         model: the model, on real or fake tensors.

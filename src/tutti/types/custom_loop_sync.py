@@ -240,7 +240,7 @@ class CustomLoopSync(GradientSync, Protocol):
         Raises:
             MismatchError: the ranks of a replica are in different steps.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
-            ValueError: with parameter servers that ranks cannot read, always: the gradients are there.
+            ValueError: always with parameter servers that ranks cannot read, because the gradients are on the servers.
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
@@ -269,7 +269,7 @@ class CustomLoopSync(GradientSync, Protocol):
             The L2 norm of the gradients after the call: ``norm`` where nothing was scaled.
 
         Raises:
-            ValueError: with parameter servers, always: they clip.
+            ValueError: always with parameter servers, which clip the gradients themselves.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:

@@ -72,8 +72,9 @@ class GradientSync(Protocol):
     """Protocol of the part of a strategy that reduces gradients over replicas and makes the optimizer's update.
 
     Attributes:
-        loss_normalisation: what backward divides losses by: ``step``, the samples of the global batch; ``worker``, the
-            samples of each logical worker (fixed share of the global batch), which then makes updates of its own.
+        loss_normalisation: the number by which backward divides losses: ``step``, the samples of the global batch;
+            ``worker``, the samples of each logical worker (fixed share of the global batch), which then makes updates
+            of its own.
         shares_parameters: whether other ranks write into the memory of this rank's parameters.
         optimizers: the optimizers over this rank's parameters.
     """
@@ -194,9 +195,9 @@ class GradientSync(Protocol):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the reduced gradients and step the optimizers, or skip the update where a gradient is not finite.
 
-        Called on every rank after ``reduce_gradients``. What is exchanged for the update: nothing with all-reduced
-        gradients, unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of
-        the updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
+        Called on every rank after ``reduce_gradients``. Messages for the update: none with all-reduced gradients,
+        unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of the
+        updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
         barrier; with synchronous servers a request to each server, for whose reply the call waits. Where logical
         workers made their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. For a
         skipped update names of parameters are all-gathered over the ranks that may have different ones: the stages and

@@ -107,7 +107,7 @@ class EditRecords(Protocol):
     def take(self) -> list[str]:
         """Return a line of text for each parameter that the script has written since the previous call of ``take``.
 
-        The lines have the form of those of ``lines``; the list is empty without writes. Deletes the records of these
+        Each line has the form that ``lines`` describes; the list is empty without writes. Deletes the records of these
         writes. Not collective: the lines are equal on all ranks whose scripts have made the same writes, so that the
         caller can compare them.
         """
@@ -222,11 +222,12 @@ class ReplicaRunner(Protocol):
 
         A training step calls this once for each logical worker of the rank (one of N fixed shares of the global batch),
         an evaluation for each batch of held-out samples. Gradients of all micro-batches add up in the parameters'
-        ``.grad``. What ranks exchange depends on the layout. With pipeline stages: point-to-point messages between
-        neighbouring stages, sums of the gradients of tied weights over the stages that have them, and a broadcast of
-        the loss sums from the last stage. With tensor parallelism: the collectives of the split layers, over the tensor
-        ranks. With FSDP2: all-gathers of parameters in forward and backward and reduce-scatters of gradients in
-        backward, over the shard ranks. A whole, unsharded model sends nothing but what ``grad_hook`` starts.
+        ``.grad``. The messages between ranks depend on the layout. With pipeline stages: point-to-point messages
+        between neighbouring stages, sums of the gradients of tied weights over the stages that have them, and a
+        broadcast of the loss sums from the last stage. With tensor parallelism: the collectives of the split layers,
+        over the tensor ranks. With FSDP2: all-gathers of parameters in forward and backward and reduce-scatters of
+        gradients in backward, over the shard ranks. A whole, unsharded model sends nothing but what ``grad_hook``
+        starts.
 
         Args:
             micro_batches: this rank's micro-batches of the worker in one step, in order.

@@ -128,7 +128,7 @@ class PendingStats(StepStats):
         """Launch the step's update, and then wait for the results.
 
         Called in place of the usual update, by ``optimizer_step`` or a custom training loop. Not collective, except
-        where the results show that ranks differ: all ranks then all-gather what they differ in.
+        where the results show that ranks differ: all ranks then all-gather the differing values.
 
         Args:
             step_context: the step under way, with the factor on the initial learning rate.
