@@ -111,8 +111,8 @@ class GatheredParts(GatheredModel):
     """Mapping from names to whole tensors of a model whose tensors, or slices of them, lie on the ranks of one replica.
 
     Each access is collective over the ranks of ``comm``: one broadcast from each rank that holds slices of the tensors,
-    for each dtype; the results are new tensors, with one rank those of ``local``. The constructor is collective, too:
-    it broadcasts names and shapes from every rank that is alive.
+    for each dtype; the results are new tensors, or with one rank the tensors of ``local`` themselves. The constructor
+    is collective, too: it broadcasts names and shapes from every rank that is alive.
 
     Args:
         local: this rank's tensors and slices, by name.
@@ -272,8 +272,8 @@ def gathered_model(
         replica: this rank's part of the model, with the shapes and places of its slices.
         comms: this rank's communicators along the axes of the device mesh.
         merged: this rank's tensors and slices by name, of the model (``GradientSync.merged``) or of its moving average.
-        at_first_shard: whether this rank is the first on the mesh axis ``shard``; only that rank gives tensors that are
-            not sharded by rows, which the ranks of the axis hold alike.
+        at_first_shard: whether this rank is the first on the mesh axis ``shard``; tensors that are not sharded by rows,
+            of which all ranks of the axis hold copies, are taken from that rank alone.
 
     Returns:
         A ``GatheredModel``: ``mapping[name]`` gathers and returns the whole tensor, a tied tensor under each of its

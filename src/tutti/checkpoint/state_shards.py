@@ -107,9 +107,9 @@ def written(
 ) -> dict[str, Tensor | TensorSlice]:
     """Return the tensors that this rank writes into a checkpoint, so that every tensor is written by one rank alone.
 
-    Tensors that another rank of this replica owns (such as tied weights) are left out, and those that the ranks of
-    ``comm`` hold alike are divided among them by size. A whole tensor beside a sliced parameter, such as a step
-    counter, is written by a rank with the parameter's first slice. Not collective; every rank computes the same
+    Tensors that another rank of this replica owns (such as tied weights) are left out, and tensors of which the ranks
+    of ``comm`` hold copies are divided among these ranks by size. A whole tensor beside a sliced parameter, such as a
+    step counter, is written by a rank with the parameter's first slice. Not collective; every rank computes the same
     division.
 
     Args:
@@ -227,7 +227,7 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 
 
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Divide the writing of tensors that several ranks hold alike: return the tensors that this rank should write.
+    """Divide the writing of tensors that several ranks hold in copies: return the tensors for this rank to write.
 
     Of the tensors in the order of their sizes, largest first and equal ones by name, number i goes to rank i mod
     ``ranks``, so that all ranks write about as many bytes. Not collective: every rank computes the same division.

@@ -21,7 +21,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     """Broadcast the values of ``tensors`` from the first rank of ``comm`` to its other ranks, in place.
 
     Collective over the ranks of ``comm``: several broadcasts, each after a comparison of the ranks' calls; blocks until
-    all tensors are there. With one rank nothing is done.
+    this rank has all tensors. With one rank nothing is done.
 
     Consecutive tensors of equal dtype travel together, up to 64 MiB; a larger one travels alone. Tensors may be on
     several devices, as with FSDP2, which moves parameters to the accelerator later than buffers are moved there.

@@ -226,13 +226,12 @@ def central_schedule(ranks: int) -> Schedule:
 def hierarchical_schedule(nodes: Sequence[Sequence[int]]) -> Schedule:
     """Return the ``Schedule`` of a two-level all-reduce over nodes with several ranks each.
 
-    A schedule has rounds of point-to-point messages between ranks.
+    A schedule has rounds of point-to-point messages between ranks. Here they perform a reduce-scatter within each node,
+    then for each slice a ring between the nodes, then an all-gather within each node. The number of slices is M, the
+    ranks of the smallest node; the i-th rank of each node owns slice i.
 
-    First a reduce-scatter within each node, then a ring between the nodes for each slice, then an all-gather within.
-
-    M, the ranks of the smallest node, is the number of slices; the i-th rank of each node owns slice i. With M ranks on
-    each of K nodes, n bytes, and latency and bandwidth α_i, β_i within and α, β between nodes: 2(M-1)α_i +
-    2(M-1)/M·n/β_i + 2(K-1)α + 2(K-1)/K·(n/M)/β.
+    With M ranks on each of K nodes, a vector of n bytes, latency and bandwidth α_i, β_i within a node, and α, β between
+    nodes, the cost is 2(M-1)α_i + 2(M-1)/M·n/β_i + 2(K-1)α + 2(K-1)/K·(n/M)/β seconds.
 
     Args:
         nodes: ranks of each node; every rank of 0 … N-1 is on one.

@@ -455,9 +455,9 @@ def sum_collective_gradients() -> None:
     """Make the backward of gathers, broadcasts and reduce-scatters sum the ranks' gradients instead of averaging them.
 
     Applies to the calls of ``allgather``, ``broadcast`` and ``reducescatter`` (grouped ones too) that this rank has
-    made with gradients and not yet differentiated. Their average is Horovod's. Where each rank's loss is weighted by
-    its share of the batch, the ranks' losses are terms of one sum, whose gradient is the sum of the ranks' gradients.
-    Not collective; must be called on every rank before the backward.
+    made with gradients and not yet differentiated. By default their backward averages, as Horovod's does. Where each
+    rank's loss is weighted by its share of the batch, the ranks' losses are terms of one sum, whose gradient is the sum
+    of the ranks' gradients. Not collective; must be called on every rank before the backward.
     """
     for ctx in list(_averaging):
         ctx.op = SUM
@@ -573,7 +573,7 @@ _DIFFERENTIABLE = frozenset(
 
 
 def is_collective_node(node: Any) -> bool:
-    """Return whether an autograd node is that of a collective of this module, whose backward is a collective, too.
+    """Return whether an autograd node belongs to a collective of this module, whose backward is a collective, too.
 
     A check that one rank makes alone must not differentiate through it: the other ranks would not take part.
 

@@ -347,9 +347,9 @@ class Communicator:
         """Start to send ``tensor`` to rank ``to``, which must receive it by ``start_receive`` or ``receive``.
 
         Does not block if ``Communicators.p2p_channels`` or ``Communicators.connect`` has made the channel; otherwise
-        the first message makes a process group, for which it waits until all ranks of the job do so. The receiver must
-        know shape and dtype, and name the same ``kind``. Messages of one kind from one rank to another arrive in the
-        order of sending; messages of different kinds or directions are independent.
+        the first message makes a process group, and blocks until all ranks of the job make it. The receiver must know
+        shape and dtype, and name the same ``kind``. Messages of one kind from one rank to another arrive in the order
+        of sending; messages of different kinds or directions are independent.
 
         Args:
             tensor: the message, contiguous; must live, unchanged, until ``wait`` of the returned handle.
@@ -367,7 +367,7 @@ class Communicator:
         """Start to receive the next message of a kind from rank ``source`` into ``tensor``.
 
         Does not block if ``Communicators.p2p_channels`` or ``Communicators.connect`` has made the channel; otherwise
-        the first message makes a process group, for which it waits until all ranks of the job do so.
+        the first message makes a process group, and blocks until all ranks of the job make it.
 
         Args:
             tensor: contiguous, of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the
@@ -382,7 +382,7 @@ class Communicator:
         return self._transfer(tensor, source, self.rank, kind)
 
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
-        """Receive the next message of a kind from rank ``source`` into ``tensor``. Blocks until the message is there.
+        """Receive the next message of a kind from rank ``source`` into ``tensor``. Blocks until it has arrived.
 
         Args:
             tensor: of the shape and dtype sent; overwritten.

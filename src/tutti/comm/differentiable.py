@@ -257,7 +257,7 @@ class TensorRanks:
         sends nothing, so that the gradient must be equal on all ranks.
 
         Args:
-            tensor: of equal shape on all ranks.
+            tensor: this rank's tensor, of equal shape on all ranks.
             name: the layer whose output it is; named in PeerError (a rank is lost or late) and in MismatchError (the
                 ranks wait in different calls).
 

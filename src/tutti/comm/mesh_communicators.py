@@ -144,8 +144,8 @@ class Communicators:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
         Collective over all ranks of the job, which all-gathers the ranks' nodes and makes process groups; blocks. No
-        tensor is all-reduced yet: the caller does so by the messages of the schedule, over the attribute ``replica``,
-        the communicator of the data-parallel ranks that hold the same part of the model. The messages are sent by
+        tensor is all-reduced yet: the caller sends the messages of the schedule, over the attribute ``replica``, the
+        communicator of the data-parallel ranks that hold the same part of the model. The messages are sent by
         ``replica.start_send`` with the kind ``ALGORITHM all-reduce``.
 
         Args:

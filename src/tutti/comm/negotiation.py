@@ -57,7 +57,7 @@ SHUT_DOWN = (
 
 @dataclass
 class SessionOptions:
-    """Timeouts and limits of a session, a namespace of collectives that are matched by name; those of rank 0 hold.
+    """Timeouts and limits of a session, a namespace of collectives that are matched by name; rank 0's apply to all.
 
     Attributes:
         warn: seconds after which an incomplete call is reported, with the missing ranks; 0: never.

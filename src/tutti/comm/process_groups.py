@@ -68,7 +68,8 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
 def channel_purpose(kind: str, sender: int) -> str:
     """Return the ``purpose`` argument of ``process_groups`` for point-to-point messages of one kind from one rank.
 
-    Sender and receiver must make the group of the two of them with the same ``purpose``. Makes no group.
+    Sender and receiver must both call ``process_groups`` with it, to get the same group of the two ranks. Makes no
+    group itself.
 
     Args:
         kind: name of the kind of message.

@@ -16,7 +16,7 @@ _ALIGN = 16
 def gather_uneven(
     comm: Communicator, vectors: Sequence[Tensor], lengths: Sequence[Sequence[int]], text: str
 ) -> list[list[Tensor]]:
-    """All-gather several vectors, of another length on each rank, in one message padded to the longest one.
+    """All-gather several vectors, whose lengths differ between ranks, in one message padded to the longest.
 
     Collective over the ranks of ``comm``: one all-gather of bytes, none where no rank has an element; blocks.
 

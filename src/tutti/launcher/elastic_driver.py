@@ -44,8 +44,8 @@ class ElasticOptions:
         script: host discovery script, an executable that prints ``HOST:SLOTS``; None: ``np`` slots on localhost.
         slots_per_host: slots of a host that the script prints without a number; None: such hosts are refused.
         reset_limit: most generations after the first; None: no limit.
-        cooldown: seconds for which a rank that fails takes a slot away: after the first failure on its host, and at
-            most, as the time doubles with each further failure; None: for good.
+        cooldown: pair of seconds for which a failed rank takes a slot of its host away: after the host's first failure,
+            and the upper limit, as the time doubles with each further failure there; None: for good.
         timeout: seconds to wait for ``min_np`` ranks before the job ends.
 
     Raises:
@@ -89,8 +89,8 @@ class _Member:
 class ElasticDriver:
     """Driver of an elastic job on one node: starts ranks where slots are free, regroups the ranks, and ends the job.
 
-    A slot is room for one rank. Whenever ranks fail, leave or are added, the driver forms a new generation: it gives
-    the survivors, which keep their processes, and then the new processes their ranks in a new process group.
+    A slot is room for one rank. Whenever ranks fail, leave or are added, the driver forms a new generation, a new
+    process group: it numbers the ranks anew, first those that survive, whose processes go on, then the new ones.
 
     Args:
         job: entry point, arguments and folders of every rank.

@@ -37,8 +37,8 @@ codecs.register_error(_HANDLER, _replace)
 def replace_unencodable(*streams: TextIO) -> None:
     """Make text streams write the nearest ASCII text for characters that their encoding lacks, as in an ASCII locale.
 
-    Without this they would raise UnicodeEncodeError, or write an escape on standard error. Streams that are no
-    ``io.TextIOWrapper``, such as a notebook's, or have another error handler by choice
+    Without this call such a character would raise UnicodeEncodeError, or become an escape on standard error. Streams
+    that are no ``io.TextIOWrapper``, such as a notebook's, or have another error handler by choice
     (``PYTHONIOENCODING=ascii:replace``), stay as they are.
 
     Args:

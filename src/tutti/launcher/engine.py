@@ -41,7 +41,7 @@ class SlotsGone(Exception):
 class EngineGone(Exception):
     """Raised when an engine does not answer any more, such as a Ray cluster whose head was killed.
 
-    An engine is what starts the ranks of a job.
+    An engine is the object that starts the ranks of a job.
     """
 
 

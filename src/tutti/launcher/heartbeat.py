@@ -22,7 +22,7 @@ SIZE = 3 * _BLOCK
 
 
 class Phase:
-    """Constants for what a rank's thread is doing, such as computing or saving; the watchdog limits each phase's time.
+    """Constants for the activity of a rank's thread, such as computing or saving, whose time the watchdog limits.
 
     Plain integers: looking up and storing an enum member takes longer than the rest of a heartbeat.
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """State of one thread of a rank, as its watchdog reads it; two equal readings mean no progress.
 
     Attributes:
-        phase: what the thread does, as an integer of ``Phase``.
+        phase: activity of the thread, as an integer of ``Phase``.
         step: the training step.
         beats: number of heartbeats so far.
         thread: identifier of the thread, as ``threading.get_ident`` returns it.

@@ -13,9 +13,9 @@ from types import FrameType
 def held_signals(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[list[int]]:
     """Return a context manager that delays the first signal that arrives within its block until the block's end.
 
-    A further signal within the block is handled at once by its own handler. For code that would drop the exception of
-    a signal's handler: the native modules of torch while they are imported, and functions of ``os.register_at_fork``.
-    Only signals whose handler is a Python function are delayed: those with the default action, or ignored, keep it.
+    A further signal within the block is handled at once by its own handler. For code that would drop the exception of a
+    signal's handler: the native modules of torch while they are imported, and functions of ``os.register_at_fork``.
+    Only signals with a Python function as handler are delayed, not those that are ignored or have the default action.
     Outside the main thread, which handles all signals, nothing is delayed.
 
     Args:

@@ -65,8 +65,8 @@ class SlotTable:
         script: executable that prints the hosts, called once at construction; None: ``fixed`` slots on localhost.
         fixed: number of slots on localhost without a script.
         default: number of slots of a host that the script prints without a number; None: such lines are refused.
-        cooldown: seconds for which a failure takes a slot away: after the first failure of a host, and at most, as the
-            time doubles with each further failure; None: for the rest of the job.
+        cooldown: pair of seconds for which a failed rank takes a slot of its host away: after the host's first failure,
+            and the upper limit, as the time doubles with each further failure there; None: for the rest of the job.
         warn: called with a message when a later call of the script fails.
 
     Raises:

@@ -56,7 +56,7 @@ def _set(values: Mapping[int, int]) -> bool:
 
 
 def give_back() -> None:
-    """Return the memory that is free in malloc's heap now to the system, once; later frees are not affected.
+    """Give the memory that malloc's heap has free now back to the system, once; later frees are not affected.
 
     Calls glibc's ``malloc_trim``; does nothing without glibc. The call is worth its time only after much memory was
     freed that will not be needed again.

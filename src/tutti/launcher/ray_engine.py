@@ -119,7 +119,7 @@ class RayEngine:
         return {_name(node): self._room(free.get(node["NodeID"], {})) for node in nodes}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks on the Ray cluster: reserve resources for each, and start its process by an actor there.
+        """Start all ranks on the Ray cluster: reserve resources for each, on which an actor starts the rank's process.
 
         Blocks until the processes have been started. Consecutive ranks fill one node before the next. Standard output
         and log files get the ranks' output only in ``poll``.
@@ -166,11 +166,12 @@ class RayEngine:
         self._get(started)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how the process of each rank on the Ray cluster has ended, and pass on what the ranks have written.
+        """Return how the process of each rank on the Ray cluster has ended, and pass on the ranks' output.
 
         New output goes to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a second for
         answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for a rank)
-        lost; the 30 seconds begin anew where this process has not polled for five, for example because it was stopped.
+        lost; the 30 seconds begin anew if this process has not polled for five seconds, for example because it was
+        stopped.
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
@@ -208,7 +209,7 @@ class RayEngine:
         """Send a signal to every rank that still runs on the Ray cluster, through the actor that holds its process.
 
         Blocks until all actors have passed the signal on, for at most five seconds; an actor that waits for output of
-        its rank takes up to two. A cluster that does not answer raises nothing.
+        its rank takes up to two seconds. A cluster that does not answer raises nothing.
 
         Args:
             number: number of the signal. For SIGKILL the actors are ended too, and the call then waits, for at most

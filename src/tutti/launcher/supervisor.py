@@ -58,7 +58,7 @@ class EngineAttempt:
 
 @dataclass(frozen=True)
 class EngineJob:
-    """Description of a job that ``supervise`` runs: what to start, on how many ranks, and how often to restart.
+    """Description of a job that ``supervise`` runs: command line, numbers of ranks, and number of restarts.
 
     Attributes:
         words: command line of every rank, behind the Python interpreter.
@@ -129,7 +129,8 @@ def supervise(engine: Engine, job: EngineJob) -> int:
         UsageError: the engine has fewer slots than the smallest size.
         PeerError: the engine does not answer any more, or has failed to start the ranks six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
-        Exception: an exception of the engine's methods propagates, such as DiskError for a log that cannot be written.
+        DiskError: a log cannot be written, or an old one not deleted.
+        Exception: another exception of the engine's methods propagates.
     """
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
