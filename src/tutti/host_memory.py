@@ -89,9 +89,9 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in the largest binary unit of which there is, when rounded, at least one, up to TiB.
+    """Format a number of bytes in the largest binary unit, up to TiB, in which the rounded number is at least 1.
 
-    Below 100 of the unit the number has at most one decimal, else none.
+    Numbers below 100 have at most one decimal, others none.
 
     Args:
         count: number of bytes, at least 0.

@@ -176,12 +176,13 @@ def join_threads() -> None:
 
 
 class LiveObjects(Generic[_T]):
-    """All objects of some classes in this process that the garbage collector tracks.
+    """Finds all objects of some classes in this process that the garbage collector tracks.
 
-    The garbage collector tracks instances of Python classes and containers, but no ints or strings. A search of all
-    tracked objects takes a tenth of a second once PyTorch is loaded. It is made for every ``LiveObjects`` at once, and
-    each keeps weak references to its objects. As long as the collector has moved no objects into its oldest generation
-    since then, all newer objects are in the two younger ones, and only these are searched.
+    The garbage collector tracks instances of Python classes and containers, but no ints or strings. ``all`` searches
+    the objects of all generations of the collector, which takes a tenth of a second once PyTorch is loaded, and keeps
+    weak references to the objects that it finds; one search serves all ``LiveObjects`` of the process. The next call of
+    ``all`` searches only the two younger generations, which have the newer objects, unless the collector has moved
+    objects into the oldest generation in between.
 
     Args:
         kinds: the classes; objects of their subclasses are included.
@@ -249,7 +250,8 @@ def holders_of(objects: Sequence[Any], depth: int) -> list[Any]:
 
     Args:
         objects: the objects.
-        depth: 1 to look for holders of the objects alone, 2 for those of tuples of them, too, 3 for tuples of tuples.
+        depth: 1: holders of the objects themselves; 2: also holders of tuples with the objects; 3: also holders of
+            tuples of such tuples.
     """
     ids = frozenset(map(id, objects))
     return [each for each in _objects((0, 1, 2), _NO_HOLDERS) if _refers(each, ids, depth)]

@@ -620,7 +620,7 @@ def label_smoothing_of(node: Any) -> tuple[Any, Tensor] | None:
     term from the terms of other losses.
 
     Args:
-        node: an autograd node; a label-smoothing term's is that of the division.
+        node: an autograd node; for a label-smoothing term, the node of its division.
 
     Returns:
         A pair: the node of the log-softmax, and the divisor, a tensor (). None for other nodes.
@@ -712,7 +712,7 @@ def count_of_nansum(node: Any) -> int | None:
 
 
 def sums_losses(node: Any) -> bool:
-    """Return whether an autograd node is that of a loss function of PyTorch with ``reduction="sum"``.
+    """Return whether an autograd node belongs to a loss function of PyTorch with ``reduction="sum"``.
 
     Args:
         node: an autograd node; False for one of another function.
@@ -721,7 +721,7 @@ def sums_losses(node: Any) -> bool:
 
 
 def reduces_losses(node: Any) -> bool:
-    """Return whether an autograd node is that of a loss function of PyTorch with ``reduction="mean"`` or ``"sum"``.
+    """Return whether an autograd node belongs to a loss function of PyTorch with ``reduction="mean"`` or ``"sum"``.
 
     Args:
         node: an autograd node; False for one of another function.
@@ -1100,7 +1100,7 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def calls_forward(frame: FrameType) -> bool:
-    """Return whether a frame is that of the method by which every module calls its hooks and its forward.
+    """Return whether a stack frame runs the method by which every module calls its hooks and its forward.
 
     Public functions cannot tell which modules' forwards run now, without hooks on all of them.
 

@@ -67,7 +67,7 @@ class Follower:
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:
-        """Read what the followed training run has added to its ``metrics.jsonl`` since the last call. Does not wait.
+        """Read the lines that the training run has added to its ``metrics.jsonl`` since the last call. Does not wait.
 
         Updates ``step`` (last step made), ``made`` (steps since the last restart), ``resumes`` and ``warnings``. A last
         line without its end is left for the next call: on a full disk the run may write half a line and truncate it. A

@@ -128,7 +128,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     ranks, the process ends here, because ordinary interpreter exit would wait for the other ranks.
 
     Args:
-        tokens: the words after ``tutti``; None for those of ``sys.argv``.
+        tokens: the words after ``tutti``; None for the words in ``sys.argv``.
 
     Returns:
         The command's own exit code, 0 if it has ended as it should; that of a ``TuttiError`` (a member of

@@ -38,7 +38,7 @@ class PlanVerifier:
     """Trains plans of one task or script on this machine for a few steps.
 
     Attributes:
-        answer: the plans; lines on what was measured are appended to its ``notes``.
+        answer: the plans; lines on the measurements are appended to its ``notes``.
         base: options that all plans share.
         runs: evidence of the runs, from which the plans of a task take learning rate and schedule.
         costs: prices of the planned machine; None where all steps are those of runs.
@@ -72,8 +72,8 @@ class PlanVerifier:
     def verify(self) -> list[PlannedStep]:
         """Train the best plans on this machine for a few steps each, and return their measured steps.
 
-        The plans are those of the shortest predicted training that need at most as many devices as this machine has, in
-        number at most ``--verify``. For each plan, ``answer.notes`` gets a line with the measured and the predicted
+        Of the plans that need at most as many devices as this machine has, the ``--verify`` plans with the shortest
+        predicted training are trained. For each plan, ``answer.notes`` gets a line with the measured and the predicted
         time of a step; a plan whose training fails gets a line with the reason, and has no measured step.
 
         Raises:

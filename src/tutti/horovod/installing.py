@@ -100,8 +100,8 @@ def install(replace: bool = False) -> bool:
     """Make ``import horovod`` load tutti's implementation in this process, and in those that it spawns, from now on.
 
     A real Horovod that is installed or already imported wins, unless ``replace`` is given. tutti serves
-    ``horovod.torch`` and what belongs to it; to import ``horovod.tensorflow``, ``horovod.keras``, ``horovod.mxnet``,
-    ``horovod.spark`` or ``horovod.ray`` then raises ImportError. A second call changes nothing.
+    ``horovod.torch``, ``horovod.common`` and ``horovod.runner``; to import ``horovod.tensorflow``, ``horovod.keras``,
+    ``horovod.mxnet``, ``horovod.spark`` or ``horovod.ray`` then raises ImportError. A second call changes nothing.
 
     Args:
         replace: take the place of a real Horovod that is installed.

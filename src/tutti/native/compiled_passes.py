@@ -92,8 +92,8 @@ class Native:
         """Update momentum buffers and parameters of SGD-like optimizers in place, in one compiled loop.
 
         d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w). All tensors are dense
-        CPU tensors of this object's dtype, and those of one parameter have one shape and memory format, which is not
-        checked: the loop reads and writes plain memory, without autograd.
+        CPU tensors of this object's dtype, and the tensors of one parameter have one shape and memory format, which is
+        not checked: the loop reads and writes plain memory, without autograd.
 
         Args:
             params: parameters (w), updated in place.
@@ -111,7 +111,7 @@ class Native:
         u is the direction of Adam's update; the parameters are not changed.
 
         h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w. All
-        tensors are dense CPU tensors of this object's dtype, and those of one parameter have one shape and memory
+        tensors are dense CPU tensors of this object's dtype, and the tensors of one parameter have one shape and memory
         format, which is not checked: the loop reads and writes plain memory.
 
         Args:
@@ -130,8 +130,8 @@ class Native:
         """Update parameters in place by Adam's moments, in one compiled loop.
 
         u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w). All tensors are dense CPU tensors of
-        this object's dtype, and those of one parameter have one shape and memory format, which is not checked: the loop
-        reads and writes plain memory, without autograd.
+        this object's dtype, and the tensors of one parameter have one shape and memory format, which is not checked:
+        the loop reads and writes plain memory, without autograd.
 
         Args:
             params: parameters (w), updated in place.

@@ -98,8 +98,8 @@ def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
 
     Returns:
         The tuner, whose ``after_step`` is to be called after every optimizer step. None if ``HOROVOD_AUTOTUNE`` is not
-        set or 0, and in elastic jobs, in which ranks that join later would try other sizes than the ranks that are
-        there.
+        set or 0, and in elastic jobs, in which ranks that join later would try other sizes than earlier ranks at the
+        same time.
 
     Raises:
         ValueError: a variable is not a whole number.
