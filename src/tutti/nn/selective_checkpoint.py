@@ -123,9 +123,10 @@ class _Second(TorchDispatchMode):
 
 
 def function_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of a saved operator draws random numbers, so that skipping it would shift later draws.
+    """Return whether a call of an expensive operator draws random numbers, so that its result must not be saved.
 
-    True if the operator has an argument ``dropout_p``, as fused attention has, and it is above 0 in this call.
+    Recomputation would skip the call, and so shift later draws. True if the operator has an argument ``dropout_p``, as
+    fused attention has, and it is above 0 in this call.
 
     Args:
         func: the ATen operator, an ``OpOverload``.

@@ -150,7 +150,7 @@ class CustomLoopSync(GradientSync, Protocol):
         Returns:
             A detached tensor for each parameter that shares its memory: the full tensor, a slice (tensor parallelism)
             or this rank's rows (ZeRO stage 1, FSDP2). The order is that of ``script_parameters``. Each update changes
-            the tensors; clone what is to be kept.
+            the tensors: clone them to keep their values.
         """
 
     def pop_reached(self) -> list[bool]:
