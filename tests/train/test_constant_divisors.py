@@ -222,6 +222,12 @@ OF_SAMPLES: dict[str, Loss] = {
     "half by a factor": lambda out, want: 0.5 * (out - want).square().sum() / len(out),
     "half the mean in a module": Halved(),
     "mean, halved by a constant": lambda out, want: functional.mse_loss(out, want) / BATCH,
+    "divergence by the batch": lambda out, want: functional.kl_div(
+        out.log_softmax(1), want.softmax(1), reduction="batchmean"
+    ),
+    "twice a module's divergence": lambda out, want: (
+        2 * nn.KLDivLoss(reduction="batchmean")(out.log_softmax(1), want.softmax(1))
+    ),
 }
 
 
@@ -323,7 +329,8 @@ def test_a_loss_that_is_no_mean_of_its_parts_is_refused(
 @pytest.mark.parametrize("name", [*OF_SAMPLES, "sum"])
 def test_a_mean_over_samples_is_right_where_it_is_divided_by_as_much(name: str, how: str) -> None:
     want = worlds.alone(plain, name=name)
-    for ranks in (1, 2) if name in OF_SAMPLES else (1,):
-        for sums, said in worlds.run(ranks, train, name=name, how=how, strategy="mirrored"):
-            assert said is None
+    places = [(1, None), (1, 2), (1, 1)] if "divergence" in name else [(1, None), (2, None)]
+    for ranks, micro in places if name in OF_SAMPLES else places[:1]:
+        for sums, said in worlds.run(ranks, train, name=name, how=how, strategy="mirrored", micro_batch=micro):
+            assert said is None, said
             assert sums == pytest.approx(want, abs=1e-12)

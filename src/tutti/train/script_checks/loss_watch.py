@@ -13,6 +13,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tutti.errors import UsageError, counted, script_line
 from tutti.nn.owned_hooks import OwnedHook
@@ -128,6 +129,10 @@ class LossWatch(EnteredMode):
             args: its positional arguments; for a read of a size the first is the tensor.
         """
         self._run.custom.second_updates.note_call(func, args)
+        if func is functional.kl_div:
+            # It reads a size within PyTorch, by which ``reduction="batchmean"`` divides.
+            self._reads_sizes = True
+            self._computed.add(float(self._rows))
         models = (self._run.model, *self._run.replica.parts)
         if func not in SIZES:
             batch = self._run.feed.contract.batch
