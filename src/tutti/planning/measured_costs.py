@@ -347,8 +347,8 @@ class MeasuredCosts(StepCosts):
             raise UsageError(
                 f"{ranks} devices are on {nodes} nodes, and a link between nodes was never measured",
                 where=f"--machine, {counted(self.network.per_node, 'device')} a node",
-                remedy="state the link: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take at "
-                f"most {self.network.per_node} devices",
+                remedy="state the link: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take "
+                f"at most {self.network.per_node} devices",
             )
         return self.network.between
 
