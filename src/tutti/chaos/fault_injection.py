@@ -75,7 +75,7 @@ class Rules:
 
 
 class FaultInjection:
-    """Inject faults into one training run, resume it where a fault ends it, and record the outcomes.
+    """Injects faults into one training run, resumes the run if a fault ends it, and records the outcomes.
 
     Args:
         run: the run, started by this process or by another.

@@ -25,7 +25,7 @@ class Resume:
 
 
 class Follower:
-    """Follow the progress of a run in its ``metrics.jsonl``, over restarts of its ranks, which replace the file.
+    """Follows the progress of a run in its ``metrics.jsonl``, over restarts of its ranks, which replace the file.
 
     The attributes are those of the last ``poll``, which ``FaultInjection`` calls every 10 ms.
 

@@ -153,7 +153,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 class StoppedProcess:
-    """Stop a process with SIGSTOP from construction until ``release``, or slow it down.
+    """Stops a process by SIGSTOP, or slows it down, from construction until ``release``.
 
     Args:
         process: the process.

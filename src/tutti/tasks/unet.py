@@ -44,7 +44,9 @@ def unet(config: UnetConfig) -> nn.Sequential:
 
 
 class Descent(nn.Module):
-    """One scale: downsample by 2, apply the lower scales, upsample, and concatenate with the input (skip connection).
+    """One scale of a U-Net, with all scales below it: downsamples by 2, applies the lower scales, and upsamples.
+
+    The result is concatenated with the input (skip connection); two convolutions give the input's channels.
 
     Args:
         width: channels in and out; the lower scales have twice as many.

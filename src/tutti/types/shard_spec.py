@@ -59,20 +59,19 @@ class ShardSpec:
                 found.append((offset, (*local[:dim], length, *local[dim + 1 :])))
         return found
 
-    def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the position in the global tensor of some consecutive rows of this spec's local tensor.
+    def cut(self, begin: int) -> ShardSpec:
+        """Return the position in the global tensor of rows of the local tensor whose position this spec states.
 
         Used to shard the local tensor of a tensor-parallel rank further, by rows.
 
         Args:
-            local: shape of the local tensor, whose position in the global tensor this spec states.
-            begin: index in the local tensor of the first of these rows.
+            begin: index in the local tensor of the first of these rows, which are consecutive.
 
         Returns:
             The ``ShardSpec`` of the tensor that holds these rows. It does not state their number, which is the length
             of that tensor.
 
-        >>> ShardSpec((12, 5), (2, 0), ranges=((2, 4), (6, 8), (10, 12))).cut((6, 5), 3).regions((3, 5))
+        >>> ShardSpec((12, 5), (2, 0), ranges=((2, 4), (6, 8), (10, 12))).cut(3).regions((3, 5))
         [((7, 0), (1, 5)), ((10, 0), (2, 5))]
         """
         if not self.ranges or self.dim:

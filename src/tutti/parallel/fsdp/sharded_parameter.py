@@ -112,5 +112,5 @@ def local_rows(
     """
     leads = not any(spec.offset)
     if local:
-        spec = spec.cut(local, block(local[0], comm.size, comm.rank).start)
+        spec = spec.cut(block(local[0], comm.size, comm.rank).start)
     return ShardedParameter(name, parameter, spec, tuple(local), leads)
