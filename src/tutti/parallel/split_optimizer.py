@@ -32,8 +32,8 @@ def support_split_tensors(
 
     Args:
         optimizer: the optimizer; one other than LARS, LARC, LAMB, NovoGrad and ``Muon`` of tutti is left as it is.
-        split: by split parameter on this rank, where the slice lies in the global tensor (``shape`` of that tensor, and
-            ``regions``, each a tuple of one ``slice`` a dimension).
+        split: for each split parameter on this rank, the position of its slice in the global tensor (``shape`` of that
+            tensor, and ``regions``, each a tuple of one ``slice`` a dimension).
         comm: the tensor ranks.
         norms: the norm reducer already installed for row-sharded tensors, which is wrapped; None for none.
         wholes: the gatherer already installed for row-sharded tensors, which is wrapped; None for none.
@@ -87,12 +87,12 @@ def _somewhere(here: bool, comm: Communicator) -> bool:
 
 
 class SplitNormReducer:
-    """Completes sums of squares of tensor-parallel slices to those of whole tensors, for layer-wise optimizers.
+    """Adds up squared norms of tensor-parallel slices over the tensor ranks, for layer-wise optimizers.
 
     Implements the protocol ``NormReducer``: called with a 1-d tensor of sums of squares over this rank's slices, the
-    object returns one of equal shape and device, in which those of split parameters are summed over the tensor ranks.
-    Those of other parameters, which are whole on every rank, stay as they are. A call is collective over the tensor
-    ranks: one all-reduce.
+    object returns a tensor of equal shape and device, in which the numbers of split parameters are summed over the
+    tensor ranks, and the numbers of whole parameters are unchanged. A call is collective over the tensor ranks: one
+    all-reduce.
 
     Args:
         optimizer: the optimizer. A call takes equally many numbers for each of its parameters that has a gradient, in

@@ -104,8 +104,8 @@ class WholeTensors:
 
         Each tensor that is split over ranks has one owner rank. All ranks send their slices of parameter and gradient
         to the owner and receive slices of the updated parameter; afterwards ``.data``, in its former memory, and
-        ``.grad`` are this rank's slices again. ``optimizer.step()`` is not called where this rank owns none and its
-        other parameters have no gradient. Collective: on each mesh axis of the constructor, two all-to-alls over the
+        ``.grad`` are this rank's slices again. ``optimizer.step()`` is not called on a rank that owns no tensor and has
+        no gradient of its other parameters. Collective: on each mesh axis of the constructor, two all-to-alls over the
         axis's ranks for each dtype, also for a rank whose parameters have no gradient.
 
         An exception, of ``optimizer.step()`` or of a collective, leaves ``.data`` and ``.grad`` of the split tensors as

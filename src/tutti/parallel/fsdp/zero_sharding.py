@@ -335,14 +335,14 @@ class ZeroSharding:
         """Set the ``.grad`` of this rank's rows to what the script has left in the ``.grad`` of the full parameters.
 
         Called before the optimizer step (ZeRO stage 1), which uses the rows. Not collective. With one rank the rows are
-        the full parameters, and nothing is changed. Otherwise the row gradient becomes, by what the full parameter's
-        ``.grad`` is now:
+        the full parameters, and nothing is changed. With several ranks the new row gradient depends on the present
+        ``.grad`` of the full parameter:
 
-        - None: None.
-        - A placeholder that ``add_gradients`` put there: zeros if the script has zeroed it; else the row gradient
-          stays. Edits of a placeholder have changed the row gradient already.
-        - A plain tensor, which the script has assigned or edited: this rank's rows of it, as a view. A row gradient
-          that is None stays so unless the parameter is in ``edited``.
+        - None: the row gradient becomes None.
+        - A placeholder of ``add_gradients``: the row gradient becomes zeros if the script has zeroed the placeholder,
+          and else stays. Edits of a placeholder have changed the row gradient already.
+        - A plain tensor, which the script has assigned or edited: the row gradient becomes a view of this rank's rows
+          of the tensor. A row gradient of None stays None unless the parameter is in ``edited``.
 
         Before that, a placeholder in the ``.grad`` of rows is replaced by their gradient, which is cleared, too, if the
         script has cleared the placeholder. Where the script has assigned the ``.data`` of a full parameter since

@@ -82,7 +82,9 @@ class ReadsValuesError(Exception):
 
 
 class StageEnd(BaseException):
-    """Leaves the model's forward behind the last block of a pipeline stage. No ``Exception``: it is no error to handle.
+    """Raised to leave the model's forward behind the last block of a pipeline stage, with the activations to send.
+
+    A ``BaseException``, because it is no error that code of the model should handle.
 
     Args:
         values: the activations that the stage sends.
@@ -252,9 +254,10 @@ class BlockDispatch:
         return self.shape_and_memory(name, block, args, kwargs)[0]
 
     def shape_and_memory(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[set[int]]]:
-        """Return what ``shape`` returns, and for each tensor in it the tensors with which it shares memory.
+        """Return the result of ``shape``, and for each tensor in it the indices of tensors that share its memory.
 
-        These are given by indices among the leaves of ``(args, kwargs)``, continued by the result's own tensors.
+        The indices count the leaves of ``(args, kwargs)``, flattened as a pytree, and after them the result's own
+        tensors.
 
         Args:
             name: name of the block in the whole model.
@@ -424,7 +427,12 @@ class BlockDispatch:
 
 
 def leaves_sharing_memory(tensor: Tensor, leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of the leaves that are tensors and share memory with a tensor."""
+    """Return the indices in ``leaves`` of the tensors that share memory with ``tensor``.
+
+    Args:
+        tensor: the tensor.
+        leaves: leaves of a pytree, such as arguments of a call; other objects than tensors are skipped.
+    """
     return {index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and share_memory([tensor], [leaf])}
 
 

@@ -41,10 +41,10 @@ _INPUTS = "inputs"
 
 
 class ReadOutsideError(UsageError):
-    """Raised where the model's own forward reads a parameter of a module inside of a block.
+    """Raised where a model's forward reads a parameter of a module outside of that module's call.
 
-    The forward calls that module, which becomes a block of its own where the block around it is opened: cuts may then
-    lie beside the module, whose draws and buffers are a block's.
+    The module lies within a block, a module that one pipeline stage calls as a unit. The caller then treats the block's
+    submodules as blocks of their own, so that the model can be cut beside the module that is read.
 
     Args:
         what, why, remedy: what happened, the cause and what the user can do, as in ``TuttiError``.
@@ -87,11 +87,13 @@ class ForwardRecord:
         last: names of parameters that are read outside of blocks for the output, such as the scale of logits, which the
             last stage holds. Those that are read for a block's arguments are in its ``BlockCall``.
         outside: names of all parameters that are read outside of blocks.
-        everywhere: names of those of which that code reads numbers, as ``item`` does; every stage holds them.
-        open_ended: whether the recording ended behind the last block with parameters, at code that reads values: the
-            last stage calls all later modules, which have none.
+        everywhere: names of the parameters in ``outside`` whose values the code outside of blocks reads on the host, as
+            by ``item``; every stage holds them.
+        open_ended: whether the recording ended after the last block with parameters, at code that reads values of
+            tensors. The last stage then calls all later modules, which have no parameters.
         written: the blocks' tensors that the code outside of blocks writes in place. Every stage writes a copy.
-        writes_inputs: whether that code writes tensors in place that it has not computed, such as the model's inputs.
+        writes_inputs: whether the code outside of blocks writes tensors in place that it has not computed, such as the
+            model's inputs.
 
     Raises:
         UsageError: the code outside of blocks writes parameters from which a block's arguments are computed, draws

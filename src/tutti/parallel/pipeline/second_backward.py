@@ -98,20 +98,20 @@ class SecondBackward:
         return own
 
     def second(self, gradients: Sequence[Maybe], accumulate: bool) -> tuple[list[Maybe], list[Maybe]]:
-        """Differentiate the backward that ``first`` has run: compute the gradients of a loss of the inputs' gradients.
+        """Differentiate the backward that ``first`` has run: compute gradients of a loss L of the inputs' gradients.
 
         Collective over the ranks of the replica's stages: point-to-point messages between neighbouring stages, twice,
         and, with ``accumulate``, a sum over stages of the gradients of shared parameters.
 
         Args:
-            gradients: for each input of the call the gradient of that loss with respect to the input's gradient (the
-                sum over the ranks of what ``first`` has returned), equal on all ranks; None where there is none.
+            gradients: for each input of the call ∂L/∂g, where g is the input's gradient (the results of ``first``,
+                summed over the ranks); equal on all ranks; None where L does not depend on g.
             accumulate: whether to add the parameters' gradients to ``.grad``.
 
         Returns:
-            A tuple of two lists. First, on the last stage's rank, the gradient of that loss with respect to each
-            gradient in the ``roots`` of ``first``; empty on other ranks. Second, this rank's part of the loss's
-            gradient with respect to each input of the call. None where there is no gradient.
+            A tuple of two lists. First, on the last stage's rank, the gradient of L with respect to each gradient in
+            the ``roots`` of ``first``; empty on other ranks. Second, this rank's part of the gradient of L with respect
+            to each input of the call. None where there is no gradient.
 
         Raises:
             UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a

@@ -233,7 +233,7 @@ class _Span:
 
 @dataclass(frozen=True, eq=False)
 class GraphMemory:
-    """Memory of one forward and backward of a model, node by node, from which that of any blocks follows.
+    """Memory of one forward and backward of a model, node by node; ``stage_plan`` adds it up for runs of nodes.
 
     Attributes:
         plain: the whole model.
@@ -250,14 +250,14 @@ class GraphMemory:
     samples: int
 
     def stage_plan(self, found: stage_partition.StagePartition, took: Mapping[str, float]) -> StagePlan:
-        """Return the memory of the model's blocks, at the first nodes of which a partition's stages begin.
+        """Return the stages of a partition, with the measured memory of the blocks of nodes that they consist of.
 
-        A block is a run of consecutive calls in the graph of the model's forward.
+        A block is a run of consecutive calls in the graph of the model's forward; every stage begins with a block.
 
         Args:
-            found: partition of the model into stages; its graph is ``graph``.
-            took: seconds of the forward of each module, by name, as the blocks' costs, by which stages are made even;
-                empty for the number of their parameters instead.
+            found: partition of the model into stages; its graph is the attribute ``graph``.
+            took: seconds of each module's forward, by name, from which the blocks' ``weight`` is computed; empty for
+                the number of their parameters instead.
 
         Returns:
             A ``StagePlan``: the model's ``blocks`` with bytes of parameters, buffers and activations of one

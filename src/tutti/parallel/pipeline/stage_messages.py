@@ -32,8 +32,8 @@ class MessageForm(NamedTuple):
         memory: memory format, ``contiguous`` or ``channels_last``; "" for a value that is no tensor.
         learns: whether the tensor may have a gradient: its dtype is a floating-point or complex type.
         value: the value itself where it is no tensor; None for a tensor.
-        shared: whether the tensor shared memory with another value or an argument of the model's call, on the stage
-            that computed both; known for activations from the first batch of a key.
+        shared: whether the tensor shared memory with another sent value, or with an argument of the model's call, on
+            the stage that sent it; known for activations, from the first of all batches with the same forms.
     """
 
     shape: tuple[int, ...] | None
@@ -303,7 +303,7 @@ def _with_shared(forms: Sequence[MessageForm], values: Sequence[Any], beside: Se
 
 
 def tuples(value: Any) -> Any:
-    """Return a value in which tuples replace lists at every depth, to undo that JSON turns tuples into lists.
+    """Replace lists by tuples at every depth of a value that has gone through JSON, which turns tuples into lists.
 
     Args:
         value: a list, a tuple, or any other value, which is returned as it is.

@@ -32,7 +32,7 @@ class CutModel:
         virtual_stages: this rank's virtual stages, in the model's order.
         calls: for each virtual stage of the whole model, how often earlier stages call each module that has an RNG
             stream of its own, by the module's name in the prepared module.
-        keyed: whether such modules are among the model's.
+        keyed: whether the model has modules with an RNG stream of their own.
         draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
             from stage to stage with the activations.
     """

@@ -151,16 +151,16 @@ class StageParameters(QuietMode):
         return StateCopy.of(result, self._places[source][0], _ViewedParameter(self, source))
 
     def state_of(self, parameter: Tensor) -> tuple[int, int]:
-        """Return two numbers that differ from those of an earlier call if the parameter may have changed meanwhile.
+        """Return two numbers by which a caller finds out whether a parameter may have changed between two calls.
 
-        Two calls are compared, to find out whether a copy of the parameter is still up to date. Not collective: on a
-        rank that does not hold the parameter, only the first number can differ.
+        If the numbers are equal, a copy of the parameter from the first call is up to date. Not collective: on a rank
+        that does not hold the parameter, only the first number can differ.
 
         Args:
             parameter: a parameter of the model, on this or another rank's stages.
 
         Returns:
-            The number of the script's writes of any parameter and of calls of ``forget``, and a digest of the
+            The number of the script's writes of any parameter and of calls of ``forget``; and a digest of the
             parameter's values, 0 where another rank holds them.
         """
         with TorchFunctionDisabled(), torch.no_grad():

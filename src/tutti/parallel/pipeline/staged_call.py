@@ -56,7 +56,7 @@ class _Outputs(NamedTuple):
 class LeftOnStage:
     """Stands for an object in a model's output that stays on the last stage, such as a cache of keys and values.
 
-    A script that does not use the object, as one that trains on the loss beside it, needs it on no rank. Any use of it
+    A script that only uses other parts of the output, such as the loss, runs as if the object were there. Any use of it
     raises UsageError.
 
     Args:

@@ -23,7 +23,7 @@ class SharedGradients:
         exact: whether to add the gradients micro-batch by micro-batch, in the order in which one device adds them. This
             keeps one gradient for each micro-batch in memory.
         sparse: parameters of the model that may have sparse gradients, the same on all ranks. A sum of sparse gradients
-            alone is sparse, and names the rows that they name.
+            alone is sparse, with entries in all rows in which one of them has an entry.
 
     Attributes:
         parameters: the shared parameters of this rank that are trained.
@@ -108,10 +108,10 @@ class SharedGradients:
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
         Collective over the ranks that hold the same parameters, for each parameter in turn: one all-reduce or, for more
-        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient, and for a
-        parameter with sparse gradients the numbers of ranks that name each row. Where the first is 0, ``.grad`` gets
-        back the value that it had before ``begin``: None, with which the optimizer skips the parameter, or the gradient
-        of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these ranks. An
+        than two ranks, one all-gather. The message also has the number of ranks with a gradient and, for a parameter
+        with sparse gradients, for each row the number of ranks with an entry in it. Where no rank has a gradient,
+        ``.grad`` gets back the value that it had before ``begin``: None, with which the optimizer skips the parameter,
+        or the gradient of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these ranks. An
         ``IncompleteGradient``, a placeholder that was in ``.grad`` before ``begin``, comes back in place of the sum;
         its attribute ``added`` becomes True if there was a gradient.
 

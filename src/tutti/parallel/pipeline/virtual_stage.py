@@ -53,7 +53,7 @@ class VirtualStage:
 
 
 def body(graph: fx.Graph) -> list[fx.Node]:
-    """Return, in order, the nodes of a model's graph each of which exactly one pipeline stage computes.
+    """Return the nodes of a model's graph that are divided over pipeline stages, each for exactly one stage, in order.
 
     The model may be cut into stages between any two of these nodes. The graph's inputs and output, reads of attributes,
     and cheap values that every stage recomputes from the inputs, such as shapes, are left out.

@@ -12,14 +12,15 @@ from tutti.torch_compat import uncompiled_call
 
 
 class WholeForward:
-    """Forward of a model that cannot be cut, for one pipeline stage to compute; has the methods of ``ForwardRecord``.
+    """Forward of a model that cannot be cut, which one pipeline stage computes; a substitute for a ``ForwardRecord``.
 
     Args:
         plain: the whole model.
 
     Attributes:
         buffers: empty: no buffer is read on several stages.
-        writes_inputs: False: no writes of arguments are known beforehand, and each call checks its own.
+        writes_inputs: False: no forward has been recorded, so that writes to the model's arguments are not known
+            beforehand.
     """
 
     buffers: frozenset[str] = frozenset()

@@ -86,7 +86,7 @@ class BlockArguments:
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
         """Return copies of this recorded call's arguments in double precision, with another main input.
 
-        A caller runs the block, a submodule such as attention, with them.
+        The caller runs the block, a submodule such as attention, with the copies.
 
         Args:
             index: index of the main input (the tensor that the block's linear layers take, see ``main_input``) among

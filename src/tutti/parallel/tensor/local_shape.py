@@ -39,24 +39,26 @@ ATTENTION = functional.scaled_dot_product_attention
 
 
 class LocalForward(NamedTuple):
-    """Changes by which a block's own forward, whose code names sizes of the whole, runs on a slice of its heads.
+    """Adaptations of a block's own forward, whose code names sizes of all heads, to this rank's slice of the heads.
 
     Attributes:
         width: features of all heads together.
-        sizes: for each view whose sizes do not fit the slice, in the order of the calls, the index of the size to
-            reduce.
+        sizes: for each call of ``view`` or the like whose sizes do not fit the slice, in the order of the calls, the
+            index of the size to reduce to the slice's.
         draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
             where the input is not split.
         forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``. Empty for a
             block of one argument, whose calls are not checked.
         summed: names in the block of parameters that are whole on every rank and used for this rank's slice, such as
             the weight of a norm within heads: their gradients are summed over the ranks.
-        counts: names in the block of attributes that count heads, which are reduced to this rank's while it runs.
+        counts: names in the block of attributes that count heads, such as ``num_heads``; while the block runs, they
+            have the number of this rank's heads.
         takes: number of calls in which a tensor that is whole on every rank, such as a position bias, is cut to this
             rank's heads because the other operand is a slice.
         outs: for each tensor of the output, the dimension of its heads, counted from the last (-1); 0 where the tensor
-            is whole. Empty where all are.
-        widened: names in the block of layers that get the features of all ranks, such as norms over all heads.
+            is whole. Empty where all tensors of the output are whole.
+        widened: names in the block of layers whose input is all-gathered to the features of all ranks, such as norms
+            over all heads.
         opened: whether ``sizes`` lists views of a slice that leave one size open (-1), too.
         shares: whether tensors that are whole on every rank and meet a slice, such as the rotated part of the keys in
             DeepSeek's latent attention, which all heads share, get gradients that are summed over the ranks.
@@ -81,17 +83,18 @@ class LocalShapeMode(TorchFunctionMode):
     The block's code names the sizes of the whole. Within this mode ``view``, ``reshape``, ``unflatten``, ``split`` and
     ranges of the last dimension with such sizes get this rank's sizes instead. Dropout and
     ``scaled_dot_product_attention`` draw masks for all heads or features, as one device does, and apply this rank's
-    slice. The mode serves one call of the block. It sends nothing, except in the backward of tensors that give this
-    rank's heads, whose gradients are all-gathered over the tensor ranks.
+    slice. The mode serves one call of the block. It sends nothing in the forward. A tensor that is whole on every rank,
+    such as a position bias, may be cut to this rank's heads; the backward all-gathers its gradient over the tensor
+    ranks.
 
     Args:
-        slice_: which heads or features of the block this rank has.
-        local: how the block's code is fitted to the slice, from the tensor-parallel plan.
+        slice_: the heads or features of the block that this rank has.
+        local: the adaptations of the block's code to the slice, from the tensor-parallel plan.
 
     Attributes:
         drops: whether dropout is applied.
-        viewed, drawn, taken: numbers of the views that were reduced, of the calls of dropout or attention, and of the
-            tensors that gave this rank's heads, so far.
+        viewed, drawn, taken: numbers so far of the views that were reduced, of the calls of dropout or attention, and
+            of the whole tensors that were cut to this rank's heads.
     """
 
     drops = True
@@ -176,10 +179,13 @@ class LocalShapeMode(TorchFunctionMode):
         return self.local.draws[self.drawn]
 
     def check(self) -> None:
-        """Raise UsageError if the forward cut another number of whole tensors to this rank's heads than the trial.
+        """Raise UsageError unless the forward has cut as many whole tensors to this rank's heads as the plan says.
+
+        Called after the block's forward. The tensor-parallel plan has the number from the trial that verified the
+        split.
 
         Raises:
-            UsageError: more or fewer did, so that the code takes another branch, or a size is that of the heads by
+            UsageError: the numbers differ: the code takes another branch, or a size equals the number of heads by
                 chance.
         """
         if self.taken != self.local.takes:
@@ -429,7 +435,7 @@ class HeadParallelBlock(TensorParallelLayer):
     """Tensor-parallel block, such as attention: its own forward runs on this rank's slice of the heads or features.
 
     Attributes:
-        tutti_local: how the forward's code is fitted to the slice, set by ``run_within``.
+        tutti_local: the adaptations of the forward's code to the slice, set by ``run_within``.
         tutti_forms: kinds of arguments, as texts of ``form_of``, that the forward accepts; empty for no check.
         tutti_inner: names and modules of the block's submodules, on which forward hooks of the script are refused.
     """
@@ -488,12 +494,12 @@ def _with_split_outputs(result: Any, outs: Sequence[int], slice_: LayerSlice) ->
 
 
 def run_within(module: nn.Module, local: LocalForward) -> None:
-    """Store on a block how its own forward is fitted to this rank's heads or features.
+    """Set the adaptations of a block's own forward to this rank's heads or features, as attributes of the block.
 
     Args:
         module: the block, a ``HeadParallelBlock``.
-        local: the fit, from the tensor-parallel plan. The forward raises UsageError for calls of other kinds than
-            ``local.forms``, and also takes calls of these kinds in which no tensor needs a gradient.
+        local: the adaptations, from the tensor-parallel plan. The forward raises UsageError for calls of other kinds
+            than ``local.forms``; it accepts calls of these kinds in which no tensor needs a gradient, too.
     """
     module.tutti_local = local  # type: ignore[assignment]
     prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]

@@ -68,27 +68,28 @@ _ASSIGN_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class SplitReads(EditWatch):
-    """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
+    """Function mode that checks the script's use of split parameters, of which this rank has only a slice.
 
-    With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
-    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too. A
-    whole operand of such a function is cut to the slice, after all ranks that hold slices of the model have compared
-    it; a whole tensor that the function writes gets the whole parameter, by an all-reduce over the tensor ranks. Shape
-    and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
-    matrix and other reads outside of the model's forward get the whole tensor, which the tensor ranks gather; such a
-    read in the forward, a write of some rows or a random draw raises ``UsageError``. A column-parallel layer that the
-    script calls by itself, not through the block around it, returns its slice of the outputs as a ``SplitTensor``.
+    With tensor parallelism, elementwise functions (an average of weights, weights clamped in place) and reads of
+    metadata are allowed: on the slice they give the slice of the whole result, which counts as split, too. A whole
+    operand of such a function is cut to the slice, after all ranks that hold slices of the model have compared it; a
+    whole tensor that the function writes gets the whole parameter, by an all-reduce over the tensor ranks. Shape and
+    number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a matrix
+    and other reads outside of the model's forward get the whole tensor, which the tensor ranks gather; such a read in
+    the forward, a write of some rows or a random draw raises ``UsageError``. A column-parallel layer that the script
+    calls by itself, not through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
         specs: position of each parameter's slice in the whole tensor, by name.
-        blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
+        blocks: for each column-parallel layer the block around it, in whose forward the layer returns plain slices.
         comm: the tensor ranks of this replica, which hold the other slices.
         holders: the ranks that hold slices of the same model, also those of other replicas.
 
     Attributes:
         edits: records of the script's edits of the parameters that ``edits.cover`` is given, for ranks to compare.
-        gathers: whether reads get gathered tensors; False where further ranks have other rows, or other stages.
+        gathers: whether reads get gathered tensors; False where the slices are also sharded by rows, or the model is
+            cut into stages.
         sizes_in_forward: whether a forward of the model has asked for the size of a split parameter.
     """
 
@@ -257,7 +258,7 @@ class SplitReads(EditWatch):
         return self._names.get(tensor) is not None or self._gradients.get(tensor) is not None
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the split parameter of which a tensor is an elementwise function, or None.
+        """Return the name of the split parameter from which a tensor was computed by elementwise functions, or None.
 
         Args:
             tensor: any tensor, such as a copy or an average of this rank's slice, or the parameter itself; None is
@@ -267,7 +268,7 @@ class SplitReads(EditWatch):
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Check the script's use of further tensors as that of the split parameters for which they stand.
+        """Check the script's use of further tensors, which stand for split parameters, as the use of these parameters.
 
         Not collective. The parameters are split over tensor ranks. From now on no read of theirs is gathered any more
         (``gathers`` becomes False), as other ranks may have other rows of the slices: a read that needs a whole
@@ -525,17 +526,17 @@ class _ForwardReads(TorchFunctionMode):
 def watch_trial(
     plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device
 ) -> tuple[list[str], frozenset[str]]:
-    """Return the names of modules whose parameters another module's forward reads, and of those that the forward hooks.
+    """Run the loss function once, and return the modules that tensor parallelism cannot split for its reads and hooks.
 
-    Tensor parallelism leaves the former whole, and blocks around the latter: a model that registers forward hooks in
-    its first forward, such as one of transformers that collects hidden states, would give them slices. The loss
-    function runs once on two samples to find both. If it raises an error, the modules found until then are returned;
-    the first step will raise the error again.
+    A module stays whole if the forward of another module reads its parameters. A block stays whole if the forward
+    registers forward hooks on modules in it, as models of transformers do that collect hidden states: the hooks would
+    get slices. If the loss function raises an error, the modules found until then are returned; the first step will
+    raise the error again.
 
     Args:
         plain: the whole model; it stays as it was.
-        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
-            where no data is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data, here
+            two; None where no data is at hand.
         device: device on which the loss function runs.
 
     Returns:

@@ -172,9 +172,9 @@ def _holds(value: Any) -> bool:
 def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     """Return a layer's input, whole on every rank; its gradient is summed over the tensor-parallel ranks in backward.
 
-    For a layer that is split by outputs: each rank computes with its own slice of it, and so gets a part of the input's
-    gradient. Collective over the tensor-parallel ranks: an all-reduce in backward; for a ``SplitTensor`` an all-gather
-    in forward, and a reduce-scatter in backward.
+    For a layer that is split by outputs: each rank computes with its own slice of the layer, and so gets a part of the
+    input's gradient. Collective over the tensor-parallel ranks: an all-reduce in backward; for a ``SplitTensor`` an
+    all-gather in forward, and a reduce-scatter in backward.
 
     Args:
         value: the input, whole on every rank or a ``SplitTensor``.

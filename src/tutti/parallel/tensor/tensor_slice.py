@@ -15,10 +15,10 @@ from tutti.errors import UsageError, script_line
 
 
 class SliceNames(Protocol):
-    """Tells by name of which split parameter of a model a tensor is an elementwise function (protocol)."""
+    """Finds the split parameter of a model from which a tensor was computed by elementwise functions (protocol)."""
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the split parameter of which a tensor is an elementwise function, or None.
+        """Return the name of the split parameter from which a tensor was computed by elementwise functions, or None.
 
         Args:
             tensor: any tensor, also the parameter itself.
@@ -43,7 +43,7 @@ def slice_of(tensor: Tensor) -> str | None:
 
 
 def check_input(value: Tensor, layer: str) -> None:
-    """Raise UsageError for a slice of a parameter that the script gives a split layer as if it were the whole one.
+    """Raise UsageError if the script's input of a split layer is this rank's slice of a parameter, not a whole tensor.
 
     Args:
         value: the layer's input.

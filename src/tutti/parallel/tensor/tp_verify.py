@@ -46,7 +46,7 @@ class TensorCut(NamedTuple):
         dim: the split dimension.
         units: number of equal units along ``dim`` that are never divided, such as heads; ranks get even shares of them.
         sections: sizes of consecutive parts of ``dim`` that are split alike, as queries, keys and values in one matrix;
-            each of them has ``units`` units. None for a dimension that is one part.
+            each of them has ``units`` units. Empty for a dimension that is one part.
     """
 
     dim: int
@@ -140,8 +140,8 @@ def find_block_split(
     Returns:
         A ``BlockSplit``: ``columns``, a dict from the names of the column-parallel layers to the cut of their outputs
         (a ``TensorCut``); ``row``, the name of the row-parallel layer; ``units``, the number of heads or features that
-        are divided; and what fits the block's own code to a slice (``local``). None where no split gives the same
-        result, where the block raises an error, and where it has too few or too many linear layers.
+        are divided; and ``local``, the adaptations of the block's own code to a slice. None where no split gives the
+        same result, where the block raises an error, and where it has too few or too many linear layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
