@@ -57,7 +57,7 @@ class CustomLoop:
         gradients: computes the gradients of the bodies, and reduces those of a global batch.
         update: makes the update where the script calls ``optimizer.step()``.
         closures: makes the update where the script calls ``optimizer.step(closure)``.
-        second_updates: what a body reads after it has updated parameters.
+        second_updates: records of parameters that a body reads again after it has updated them.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: StrategyChoice) -> None:

@@ -221,7 +221,7 @@ class CustomLoopGradients:
             parameter.grad = gradients.get(parameter)
 
     def follow_script(self) -> None:
-        """Take over the script's changes since the last call: cleared gradients, and ``requires_grad``.
+        """Tell the strategy which gradients the script has cleared, and which ``requires_grad`` it has changed.
 
         Collective over the data ranks if the script has set ``requires_grad`` to True: an all-gather of digests.
 
@@ -389,10 +389,11 @@ class CustomLoopGradients:
         run.stats = self.latest = stats
 
     def end_banked_worker(self, call: int, worker: int) -> None:
-        """Pass a logical worker's gradients of earlier bodies, if there are any, to ``GradientSync.end_worker``.
+        """Pass the gradients that a logical worker's earlier loop bodies have left to ``GradientSync.end_worker``.
 
-        For strategies that sum gradients worker by worker. A worker is a fixed share of the global batch. ``.grad`` is
-        the same before and after. Not collective.
+        For strategies that sum gradients worker by worker. A worker is a fixed share of the global batch; a body is the
+        script's code for one micro-batch. Does nothing without such gradients. ``.grad`` is the same before and after.
+        Not collective.
 
         Args:
             call: index of the reduction in the body, from 0.
@@ -461,7 +462,7 @@ class CustomLoopGradients:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_pending(self) -> None:
-        """Compare over ranks the script's edits of gradients that wait for an update, before others are added to them.
+        """Compare over ranks the script's edits of reduced gradients, before a further reduction adds to them.
 
         Collective over the data ranks if the script has edited such a gradient: all-gathers. Under local SGD nothing is
         compared.

@@ -32,7 +32,7 @@ class CustomLoopUpdate:
 
     Args:
         run: the run to train.
-        state: which global batch, and which of its micro-batches, the body of the loop is computing.
+        state: the global batch under way, and the micro-batch of the loop body that is running.
         gradients: the gradients of the global batch.
 
     Attributes:

@@ -68,11 +68,11 @@ def materialise_model(
 
     Parameters stay the same objects, which optimizers may hold. With ``init_from`` parameters and persistent buffers
     get the values of the files: a parameter of the file's dtype becomes a read-only view of the file, any other one a
-    converted copy in a temporary file. All other parameters are initialised by ``reset_parameters`` of their modules,
-    children first, and ``init_weights`` of the model, if it has one, with draws of the global random generator; other
-    buffers, too, or else by the constructor of their module, called again. Collective over the ranks of ``comm`` with
-    ``init_from``: one of them compares names and shapes and broadcasts the outcome. Nothing is done for a model that
-    has all its values.
+    converted copy in a temporary file. All other parameters and buffers are initialised by ``reset_parameters`` of
+    their modules, children first, and ``init_weights`` of the model, if it has one, with draws of the global random
+    generator. Buffers that are still without values are computed by another call of their module's constructor.
+    Collective over the ranks of ``comm`` with ``init_from``: one of them compares names and shapes and broadcasts the
+    outcome. Nothing is done for a model that has all its values.
 
     Args:
         model: the model.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class MetricLogger(ABC):
     """Base of callbacks that write the metrics of a run to a service or file, on rank 0 alone.
 
-    Subclasses implement ``open``, ``write`` and ``close``. Written are ``train/…`` after each step and ``eval/…`` after
-    each evaluation. A logger whose run at the service was saved in a checkpoint continues that run. A run that ends
-    without ``on_train_end``, such as by a ``break``, is closed when the process exits: as failed if an exception ends
-    the process. ``run.evaluate`` before and after training is written, too; after training each call continues the run
-    and closes it again.
+    Subclasses implement ``open``, ``write`` and ``close``. The logger writes ``train/…`` after each step and ``eval/…``
+    after each evaluation. A logger whose run at the service was saved in a checkpoint continues that run. A run that
+    ends without ``on_train_end``, such as by a ``break``, is closed when the process exits: as failed if an exception
+    ends the process. ``run.evaluate`` before and after training is written, too; after training each call continues the
+    run and closes it again.
 
     Attributes:
         identity: name or id of the run at the service; None where the service has none, or before ``open``.
@@ -218,7 +218,7 @@ class JsonLinesLogger(MetricLogger):
 class TensorBoardLogger(MetricLogger):
     """Callback that writes losses and metrics of steps and evaluations to event files of TensorBoard.
 
-    Steps that a resumed run repeats replace those of the files before.
+    Where a resumed run repeats steps, TensorBoard shows the new events and hides those of the earlier files.
 
     Args:
         folder: folder of the event files.
@@ -441,10 +441,10 @@ class TrackioLogger(MetricLogger):
 
 
 def make_loggers(chosen: Sequence[options.LoggerOptions]) -> list[MetricLogger]:
-    """Return the loggers of ``--logger``.
+    """Construct the metric loggers that the option ``--logger`` of ``tutti train`` asks for, in the order given.
 
     Args:
-        chosen: their options.
+        chosen: the parsed options of each logger, such as the path of a JSON Lines file.
 
     Raises:
         UsageError: the package of a logger is not installed.

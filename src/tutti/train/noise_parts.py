@@ -145,8 +145,8 @@ class MeasuredParts:
 
         Returns:
             A ``StepNoise``; without estimates if a gradient is not finite or if the batch has a single part, which has
-            no variance. ``scaled`` is None unless every rank has Adam's second moments of the gradients, or slices of
-            gradients, that it updates.
+            no variance. ``scaled`` is None unless every rank has Adam's second moments of the parameters, or slices of
+            parameters, that it updates.
         """
         comms, mesh = run_context.comms, run_context.mesh
         able = self._factors(0) is not None

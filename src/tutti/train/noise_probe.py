@@ -40,10 +40,10 @@ class NoiseProbe:
         run_context: mesh, communicators and logical data-parallel workers (fixed shares of the global batch) of this
             rank.
         choice: the strategy.
-        basis: which gradients are compared, as ``noise_basis`` returns it. ``batch``: those of parts of the global
-            batch with that of the batch. Where workers make updates of their own, ``worker``: those of a worker's
-            micro-batches with that of the worker; or ``average``: those of all workers in a step that begins with equal
-            parameters.
+        basis: the gradients that are compared, as ``noise_basis`` returns it. ``batch``: the gradients of parts of the
+            global batch with the gradient of the batch. Where workers make updates of their own, ``worker``: the
+            gradients of a worker's micro-batches with the worker's gradient; or ``average``: the gradients of all
+            workers with their mean, in a step that begins with equal parameters.
         every: interval of measurements in steps; the first step is measured, too. With ``average`` the next step that
             begins with equal parameters is measured.
     """

@@ -40,10 +40,10 @@ def factory(
 
     Returns:
         A function that takes (name, parameter) pairs and returns an optimizer over these parameters. Several optimizers
-        of the script become one object; a single one of which no parameter is among the pairs gives None. For a
-        script's own optimizer, the first call whose pairs include all its parameters returns the optimizer itself; any
-        other call makes a new one of the same class and settings, or raises UsageError if the script's has already
-        stepped.
+        of the script become one object; for a single optimizer none of whose parameters is among the pairs the result
+        is None. For a script's own optimizer, the first call whose pairs include all its parameters returns the
+        optimizer itself; any other call makes a new one of the same class and settings, or raises UsageError if the
+        script's optimizer has already stepped.
 
     Raises:
         UsageError: a rule other than ``NoRule`` for the script's own optimizers; or a rule that does not fit the

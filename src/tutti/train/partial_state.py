@@ -1,4 +1,4 @@
-"""``optimizer.state`` of which this rank has a part: refuse the script's figures of it, and hand on what is right."""
+"""``optimizer.state`` of which this rank has a part: refuse functions of the script that need the whole state."""
 
 from __future__ import annotations
 
@@ -195,10 +195,10 @@ class _Entry(MutableMapping[str, Any]):
 
 
 class StateSlice(Tensor):
-    """This rank's part of a tensor of optimizer state, as the script reads it; shares the memory of the optimizer's.
+    """This rank's part of a tensor of optimizer state, as the script reads it; shares the optimizer's memory.
 
-    Element-wise functions return the part of their result on the whole tensor, and may write in place. ``shape``,
-    ``size()`` and ``numel()`` give sizes of the whole tensor. Other functions on values raise UsageError.
+    Element-wise functions return this rank's part of the whole result, and may write in place. ``shape``, ``size()``
+    and ``numel()`` give sizes of the whole tensor. Other functions on values raise UsageError.
 
     Attributes:
         tutti_part: the parameter, with the shapes of the whole and of the part.

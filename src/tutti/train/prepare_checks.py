@@ -58,15 +58,15 @@ class CheckedRun:
     Attributes:
         model: the script's model; several models as children of one module.
         trainer: the script's optimizers, or the options of the optimizer that the run makes.
-        rule: how the learning rate scales with the batch size, which the run's own optimizer has yet to apply.
+        rule: the rule that scales the learning rate with the batch size, for an optimizer that the run makes.
         sparse: names of trainable parameters with sparse gradients.
-        made_dense: names of trainable parameters whose gradients the model makes sparse, and which the run makes dense,
-            because the strategy exchanges no sparse ones and the optimizer's update is the same.
+        made_dense: names of those trainable parameters with sparse gradients whose gradients the run makes dense,
+            because the strategy cannot reduce sparse gradients, and the optimizer's update is the same.
         choice: the strategy.
         mesh: the device mesh, with this rank's place in it.
         sampling: the data set with its global batches.
         data: the data set as a ``Source``, which is read by index, or a ``Stream``, which is read in order.
-        contract: how the first global batches are divided into workers' shares and micro-batches.
+        contract: division of the first global batches into workers' shares and micro-batches.
         epochs: the global batches of all epochs, with the growth of the batch.
         noise: gradient noise that is added; None for none.
         schedulers: the script's schedulers.

@@ -27,10 +27,10 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the resolved configuration.
-        directory: the run directory; rank 0's counts. None to write no files.
+        directory: the run directory; rank 0's value is used on all ranks. None to write no files.
 
     Returns:
-        0: failures are raised.
+        0 after success; failures are raised as exceptions.
 
     Raises:
         TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.

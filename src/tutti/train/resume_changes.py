@@ -196,7 +196,7 @@ def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def change_facts(run: Run) -> dict[str, Any]:
-    """Return what a run's checkpoint records about the optimizer's settings and about settings changed on resuming.
+    """Return the optimizer's settings, and the settings changed on resuming, as entries of a checkpoint's manifest.
 
     Args:
         run: the run that is saved.

@@ -853,16 +853,14 @@ class Run:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it.
 
-        Collective over all ranks: the rank that has a tensor, or a slice, broadcasts it. Each rank needs memory for the
-        whole state.
-
-        For figures of the state (a norm of Adam's ``exp_avg``) under strategies that shard or split it, or keep it on
-        servers.
+        A script calls it to compute figures of the state, such as a norm of Adam's ``exp_avg``, under strategies that
+        shard or split the state, or keep it on servers. Collective over all ranks: the rank that has a tensor, or a
+        slice, broadcasts it. Each rank needs memory for the whole state.
 
         Returns:
             A dict of whole tensors by ``"{parameter}/{key}"``, such as ``0.weight/exp_avg``; numbers such as ``step``
-            are 0-d tensors. Of local SGD and DiLoCo, which keep one state a logical worker, that of the first worker. A
-            tensor may be the optimizer's own and not a copy.
+            are 0-d tensors. Under local SGD and DiLoCo, which keep one state for each logical worker, the state of the
+            first worker. A tensor may be the optimizer's own and not a copy.
 
         Raises:
             MismatchError: ranks make different calls.

@@ -134,8 +134,8 @@ class RunOptions:
     def checkpointing(self) -> Checkpointing:
         """The modules whose activations are recomputed in backward, from ``activation_checkpointing``.
 
-        If the argument of ``tutti.prepare`` is text, a ``Blocks`` (with ``every``, of how many neighbouring blocks the
-        first is recomputed) or its subclass ``Selective``, or None for ``none``; a sequence of names and classes of
+        If the argument of ``tutti.prepare`` is text, a ``Blocks`` (with ``every`` = k, the first of each k neighbouring
+        blocks is recomputed) or its subclass ``Selective``, or None for ``none``; a sequence of names and classes of
         modules is returned as it was given. Raises UsageError if the text is malformed.
         """
         return check_checkpointing(self.activation_checkpointing)

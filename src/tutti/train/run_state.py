@@ -125,8 +125,8 @@ def restore_optimizers(run: Run, saved: Mapping[str, Any], named: NamedChanges) 
     """Restore the options of the script's optimizers, and the states of its schedulers, from a checkpoint's facts.
 
     Options are the entries of parameter groups, such as ``lr``; the optimizer's tensors (moments) are restored
-    elsewhere. An optimizer that ``tutti.prepare`` was given as options keeps its own. Always kept as the script has
-    them are ``fused``, ``foreach`` and ``capturable``, which choose a kernel and not the update. Not collective.
+    elsewhere. An optimizer that ``tutti.prepare`` was given as options keeps its own. The options ``fused``,
+    ``foreach`` and ``capturable``, which choose a kernel and not the update, keep the script's values. Not collective.
 
     Args:
         run: the run to restore.

@@ -101,10 +101,10 @@ class Schedulers:
         scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_unreserved": kind})
 
     def begin(self, comm: Communicator) -> None:
-        """Set the communicator of all ranks of the run, over which metrics of the script are compared.
+        """Set the communicator over which the schedulers compare the metrics that the script passes to ``step``.
 
         Args:
-            comm: the communicator.
+            comm: all ranks of the run.
         """
         self._comm = comm
 

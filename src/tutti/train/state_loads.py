@@ -34,8 +34,8 @@ class StateLoads:
     PyTorch copies a state dict into the tensors that the model holds on this rank. If these are slices or shards of the
     parameters, ``GradientSync.load`` replaces that copy; otherwise it distributes the state afterwards to this rank's
     other logical workers (fixed shares of the global batch), to the owner of a shared copy (central storage) and to
-    parameter servers. The call is collective except under ``single`` and ``mirrored``. A whole model loads as in plain
-    PyTorch once this object is gone, which the run keeps.
+    parameter servers. The call is collective except under ``single`` and ``mirrored``. The run holds this object; after
+    both are deleted, a model that this rank has whole loads as in plain PyTorch.
 
     Args:
         model: the script's model, whose names the state dict has.

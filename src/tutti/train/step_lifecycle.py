@@ -60,8 +60,8 @@ class StepLifecycle:
         drawn: this rank's part of the global batch under way; None for a batch that the caller made.
         rate: factor on the learning rates in the present epoch, from the batch-size schedule: below 1 where the batch
             size could not grow as much as the schedule asks, else 1.
-        values: the check of losses that depend on samples of another logical worker, or on those that this rank alone
-            has had in earlier steps.
+        values: the check of losses that depend on samples of another logical worker, or on samples of earlier steps
+            that other ranks have not had.
         inputs: the check of optimizers whose step reads values of a part of the samples.
         loaders: the check for DataLoaders of the script that advance with every micro-batch.
         in_update: whether the run itself is making an update at this moment.
@@ -408,8 +408,8 @@ class StepLifecycle:
     def count_batch(self, stats: StepStats | None, global_step: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
-        The device's default generator, and those of Python and NumPy, get back their states of before the batch: what
-        the script draws next, such as weights of its next model, depends on no micro-batch. In a run that continues
+        The default generators of the device, Python and NumPy get back their states from before the batch, so that the
+        script's next draws, such as weights of its next model, depend on no micro-batch. In a run that continues
         without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
 
         Args:

@@ -170,7 +170,7 @@ class Window:
         self._open.close()
 
     def table(self) -> str:
-        """Return the text that rank 0 prints at the end of a profiled or traced run: table of times, and files' folder.
+        """Return the text that rank 0 prints after a profile or trace: a table of times, and the folder of the files.
 
         The table is the content of ``operations.txt`` (profile) or ``shares.txt`` (trace). If the run ended before the
         first of the steps to record, the text says so in place of the table, also where the folder holds a table of an

@@ -30,8 +30,8 @@ def strategy(name: str, **options: Any) -> StrategySpec:
 
     Args:
         name: name of the strategy, as in ``name:key=value``.
-        options: its options. Where text names modules, these are names or the modules of the model themselves; lists
-            stand for ``+``, lists of lists for ``/``, and a dictionary for ``key:value``.
+        options: options of the strategy. A module may be given by name or as the module object of the model. A list
+            stands for ``+`` in the text form, a list of lists for ``/``, and a dictionary for ``key:value``.
 
     Example:
         ``tutti.strategy("pipeline", stages=[[model.embed, model.block1], [model.block2, model.head]])`` or
@@ -73,8 +73,8 @@ def strategy_text(given: StrategyChoice | str | StrategySpec, model: nn.Module) 
     'tensor:plan=0:colwise+2:rowwise,sequence=true'
 
     Raises:
-        UsageError: ``given`` is neither, or an option holds a module of another model, or a value that text cannot
-            hold.
+        UsageError: ``given`` is of another type, or an option holds a module of another model, or a value that text
+            cannot hold.
     """
     if isinstance(given, str):
         return given
