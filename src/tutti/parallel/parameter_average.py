@@ -191,8 +191,7 @@ class KeepsAverage(Protocol):
         Returns:
             An ``Average``. The run calls its ``update()`` after each update of the parameters. Its ``within(merged)``
             takes the result of ``GradientSync.merged``, a dict of this rank's parameters and buffers by name, and
-            returns a new dict with the same names, in which the averages replace the trained parameters; no tensor is
-            copied.
+            returns a new dict with the same names, in which the averages replace the trained parameters.
 
         Raises:
             UsageError: shared memory has no room for the average.
@@ -207,7 +206,7 @@ def make_average(replica: ReplicaRunner, sync: GradientSync, run_context: RunCon
     other strategies each rank averages the parameters that it holds, without communication.
 
     Args:
-        replica: the model on this rank and what runs it, after ``sync.attach``.
+        replica: the model on this rank, with its runner, after ``sync.attach``.
         sync: the gradient synchronisation; if it has a method ``average`` (``KeepsAverage``), this makes the average.
         run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
 

@@ -74,8 +74,8 @@ class SliceRegions(NamedTuple):
 
         Returns:
             A ``SliceRegions``: the global shape (``shape``), and the regions of the global tensor of which the slice
-            consists (``regions``), each a tuple of one ``slice`` a dimension. One region for most tensors; those of
-            several pieces are the slice when they are concatenated in this order along ``dim``.
+            consists (``regions``), each a tuple of one ``slice`` a dimension. One region for most tensors; the regions
+            of several pieces, concatenated in this order along ``dim``, are the slice.
         """
         if tuple(local) == spec.shape:
             return None

@@ -22,8 +22,8 @@ class ViewedPart(SourceValues):
     parameter. That asks this object before each use whether the part has changed since.
 
     Args:
-        part: this rank's part, a slice or a ``DTensor`` of rows. The values that it has when this object is made are
-            those of the copy.
+        part: this rank's part, a slice or a ``DTensor`` of rows. When this object is made, the part must have the
+            copy's values.
     """
 
     def __init__(self, part: Tensor) -> None:

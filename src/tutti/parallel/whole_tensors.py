@@ -80,8 +80,8 @@ class WholeTensors:
     def gathers(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on one owner rank for the optimizer's step.
 
-        The tensor is one that is split over ranks, of an optimizer that cannot step on slices. If so, only the owner
-        has the optimizer state of the tensor. True on every rank that holds a slice.
+        True on every rank that holds a slice, if the tensor is split over ranks and its optimizer cannot step on
+        slices. Only the owner rank then has the optimizer state of the tensor.
 
         Args:
             parameter: one of this rank's parameters.

@@ -84,7 +84,7 @@ class CentralStorageSync(AllReduceSync):
         self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Move all parameters into the node's shared memory, and build the optimizer of those that this rank owns.
+        """Move all parameters into the node's shared memory, and build an optimizer of those owned by this rank.
 
         All ranks compute from this one copy, which starts with data rank 0's values. Every tensor has one owner, the
         rank that updates it; ownership is even by size. On accelerators each rank computes with a copy on its device.
@@ -129,10 +129,10 @@ class CentralStorageSync(AllReduceSync):
         """Sum the ranks' gradients and loss sums, and divide the gradients by the global count of samples or tokens.
 
         All ranks of the node share one copy of the parameters, each of which one rank owns (updates). Each rank
-        receives the summed gradients of the parameters that it owns, and all sparse ones; in a custom training
-        loop, and where the gradients of logical workers (fixed shares of the global batch) are summed in a
-        fixed order, those of all parameters. Collective over the data ranks, by barriers around sums in shared
-        memory (for the fixed order by all-to-alls and all-gathers); blocks until all of them call it.
+        receives the summed gradients of the parameters that it owns, and all sparse gradients. In a custom training
+        loop, and where the gradients of logical workers (fixed shares of the global batch) are summed in a fixed order,
+        each rank receives the summed gradients of all parameters. Collective over the data ranks, by barriers around
+        sums in shared memory (for the fixed order by all-to-alls and all-gathers); blocks until all of them call it.
 
         Args:
             step_context: the step under way: its loss scale, by which the gradients are divided, and its number, batch
@@ -557,7 +557,7 @@ class CentralAverage(ParameterAverage):
     """Moving average (EMA) of the weights in a node's shared memory; each rank averages the parameters that it owns.
 
     Args:
-        replica: the model on this rank and what runs it.
+        replica: the model on this rank, with its runner.
         averaging: decay and warm-up of the average.
         run_context: communicators and settings of the run.
         segment: the shared memory.
@@ -609,9 +609,9 @@ class CentralAverage(ParameterAverage):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of ``merged`` in which all trained parameters are replaced by their moving averages.
 
-        The averages of the weights (EMA) lie in the node's shared memory; each rank updates those of the parameters
-        that it owns. Collective over the data ranks: a barrier, after which every rank has written its averages.
-        Buffers and frozen parameters stay.
+        The averages of the weights (EMA) lie in the node's shared memory; each rank updates the averages of the
+        parameters that it owns. Collective over the data ranks: a barrier, after which every rank has written its
+        averages. Buffers and frozen parameters stay.
 
         Args:
             merged: parameters and buffers of the model by name.

@@ -210,7 +210,7 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.enter(worker, step_context.local_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Add a logical worker's loss sums to those of this rank, after the worker's last micro-batch.
+        """Add a logical worker's loss sums to this rank's loss sums, after the worker's last micro-batch.
 
         A logical worker is one of N fixed shares of the global batch. Where gradients are summed worker by worker
         (reproducible mode, or a measured gradient variance), also add the worker's gradients to the summation tree and
@@ -590,7 +590,7 @@ class AllReduceSync(UnshardedGradients):
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add the just reduced gradients in ``.grad`` to those of earlier reductions (gradient accumulation), in place.
+        """Add the just reduced gradients in ``.grad`` to the gradients of earlier reductions (gradient accumulation).
 
         The sums are in the earlier tensors, as with autograd, so that views which the script keeps of ``.grad`` show
         them. Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
@@ -685,9 +685,10 @@ class AllReduceSync(UnshardedGradients):
                 self._concealed.conceal()
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+        """Scale the gradients in place, so that their norm is at most the run's clipping norm.
 
-        Not collective. Does nothing in a run without such a norm.
+        Within ``stepping`` only the gradients of one optimizer are scaled. Not collective. Does nothing in a run
+        without a clipping norm.
 
         Args:
             norm: L2 norm of these gradients of the whole model, equal on all ranks.

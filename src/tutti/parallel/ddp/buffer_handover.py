@@ -152,9 +152,9 @@ class BufferHandover:
         """Make a shared logical worker's module buffers equal on all its ranks after a step without backward.
 
         A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches. Called
-        before buffers are read or the next step begins. If ``begin`` was called without ``finish`` since, does what
-        ``finish`` does: all data ranks must call it, and all-gather the buffers if forwards change them. Otherwise does
-        nothing.
+        before buffers are read or the next step begins. If ``begin`` was called and ``finish`` was not, this call does
+        the work of ``finish``: all data ranks must make the call, and they all-gather the buffers if forwards change
+        them. Otherwise it does nothing.
 
         Raises:
             UsageError: as ``finish``: a buffer has changed after the last forward; or in a forward, with FSDP2 or after
@@ -165,7 +165,7 @@ class BufferHandover:
             self.finish()
 
     def forget(self) -> None:
-        """Accept the present values of the module buffers, such as those that a loaded checkpoint has given them.
+        """Accept the present values of the module buffers, such as the values of a checkpoint that was just loaded.
 
         Otherwise the next step would find that buffers have changed outside of forwards, and raise UsageError: this
         call clears the record of the buffers' identities and versions. Not collective.

@@ -14,7 +14,7 @@ from tutti.comm.communicator import Communicator
 
 
 def share_gradients(copied: Iterable[nn.Parameter], comm: Communicator) -> None:
-    """Overwrite the gradients of parameters that are copied on several ranks of one replica with those of rank 0.
+    """Overwrite the gradients of parameters that several ranks of one replica hold with rank 0's gradients.
 
     The ranks are tensor ranks with their unsplit parameters, or the pipeline stages that use a tied weight. The order
     in which a backend adds the gradients of the data ranks depends on a gradient's place in the message, which differs

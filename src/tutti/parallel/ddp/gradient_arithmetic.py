@@ -27,7 +27,7 @@ def squares_of(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def scaled_squares_of(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> tuple[float, float]:
-    """Return the sum of squares of all elements of some tensors, and that of the elements multiplied by factors.
+    """Return the sum of squares of all elements of some tensors, without and with a factor on each element.
 
     On a CPU, in float32 and float64, one compiled loop reads each element once; elsewhere PyTorch's kernels do, with
     one synchronisation of host and device.

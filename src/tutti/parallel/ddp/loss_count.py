@@ -60,8 +60,8 @@ def annotate_targets(loss: Tensor, count: Tensor, targets: int, reduction: str =
 
     Args:
         loss: () the mean or the sum.
-        count: () the divisor of the mean: number of targets without ignored ones, or the sum of their class weights.
-        targets: number of all targets, with ignored ones.
+        count: () the divisor of the mean: number of targets that are not ignored, or the sum of their class weights.
+        targets: number of all targets, also of ignored targets.
         reduction: ``mean`` or ``sum``.
 
     Returns:

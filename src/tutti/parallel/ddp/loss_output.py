@@ -22,7 +22,7 @@ _MASK = (1 << 63) - 1
 
 
 def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-    """Parse what the user's loss function returned: find the tensor to call ``backward`` on, and the sums to report.
+    """Parse the result of the user's loss function: find the tensor to call ``backward`` on, and the sums to report.
 
     Where the micro-batch has noise σ (``micro_batch.noise``, option ``--gradient-noise``), each sample's loss counts z
     ~ N(1, σ²) times in the gradient, and once in the loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights
@@ -45,8 +45,8 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
     Raises:
         UsageError: the loss function returned something else, such as a Python number, a complex number or a
             ``DTensor``; the micro-batch has noise, and there is no tensor of one loss a sample; or the loss is a scalar
-            of a part of the global batch, and such losses do not add up to that of the whole batch, as the root of a
-            mean does not.
+            of a part of the global batch, and such losses do not add up to the loss of the whole batch, such as the
+            root of a mean.
     """
     if not micro_batch.whole:
         sum_collective_gradients()

@@ -19,7 +19,7 @@ def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
     the record.
 
     Args:
-        output: () what the script's call of the model returns; it requires a gradient.
+        output: () the result of the script's call of the model; it requires a gradient.
         within: () the same number, computed with a graph in the model, whose ``grad_fn`` is recorded; None on ranks
             that do not have this graph.
 

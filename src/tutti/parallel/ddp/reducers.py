@@ -164,8 +164,8 @@ class OverlappedReducer(Reducer):
     """Sums gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
 
     The all-reduce of a bucket (a flat vector of several parameters' gradients) starts as soon as backward has filled
-    the bucket, in the same order on every rank; that of the last bucket in ``finish``. With a single data rank nothing
-    is sent, and every ``.grad`` stays the tensor of autograd.
+    the bucket, in the same order on every rank; the all-reduce of the last bucket starts in ``finish``. With a single
+    data rank nothing is sent, and every ``.grad`` stays the tensor of autograd.
 
     A backward that calls backward itself (a reversible block, a re-entrant checkpoint) accumulates into one ``.grad``
     several times. Where a gradient arrives after its bucket was sent, ``finish`` sums all buckets again, and sends that
@@ -528,7 +528,7 @@ class TreeReducer(Reducer):
         of the sum's memory, which no later step overwrites.
 
         Args:
-            step_context: the step under way, compared with that of all contributions to the sum.
+            step_context: the step under way on this rank; all contributions to the sum must be of this step.
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:

@@ -179,8 +179,8 @@ class ReplicaPart:
 
         A rank that has no samples of a global batch computes a single, dummy micro-batch, only to keep collectives
         aligned, so that no gradient of samples is lost. Buffers get the values that they had before the dummy's
-        forward; those of ``SyncBatchNorm`` keep the new ones, which are the same on all ranks. With FSDP2 the gradients
-        stay: there a dummy micro-batch may follow others, to whose gradients it adds zero.
+        forward; buffers of ``SyncBatchNorm`` keep their new values, which are the same on all ranks. With FSDP2 the
+        gradients stay: there a dummy micro-batch may follow others, to whose gradients it adds zero.
         """
         for slot, tensor in self._kept:
             slot.put(tensor)
@@ -254,7 +254,7 @@ class ReplicaPart:
         ranks with FSDP2 and over the data ranks with ``SyncBatchNorm``.
 
         Args:
-            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
+            result: the loss function's result: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             micro_batch: the micro-batch of the forward.
             before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
                 the first.
@@ -288,7 +288,7 @@ class ReplicaPart:
         return total
 
     def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-        """Parse what the user's loss function returned for a micro-batch, before its backward. Not collective.
+        """Parse the result of the user's loss function for a micro-batch, before its backward. Not collective.
 
         Args:
             result: a scalar mean, ``(sum, count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name;
@@ -302,7 +302,7 @@ class ReplicaPart:
 
         Raises:
             UsageError: the result has another form, or the loss is a scalar of a part of the global batch, and such
-                losses do not add up to that of the whole batch.
+                losses do not add up to the loss of the whole batch.
         """
         return loss_output.read_loss(result, micro_batch)
 

@@ -81,7 +81,8 @@ class SparseAddends(Protocol):
 class RankAddends:
     """Sums sparse gradients over the data ranks, each of which contributes one term in a step.
 
-    A rank's term is what autograd has accumulated over its micro-batches. Terms are added in the order of ranks.
+    A rank's term has the gradients that autograd has accumulated over the rank's micro-batches. Terms are added in the
+    order of ranks.
 
     Args:
         comm: the data ranks.

@@ -121,8 +121,8 @@ class SparseReducer:
     A step takes two more all-gathers: of the numbers of rows, and of indices and values. Where the ranks name so many
     rows that a dense all-reduce sends fewer bytes, all ranks take that by the same numbers, and the sum is sparse again
     afterwards. A parameter of which any rank has a dense gradient, as where another layer uses the same weight, has a
-    dense sum. The order of addition is that of the ranks, or in reproducible mode that of the tree over logical workers
-    (fixed shares of the global batch).
+    dense sum. Terms are added in the order of the ranks, or in reproducible mode in the order of the tree over logical
+    workers (fixed shares of the global batch).
 
     Collective over the data ranks: the constructor makes shared memory for small messages.
 

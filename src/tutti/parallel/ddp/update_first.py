@@ -154,7 +154,10 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 @contextmanager
 def skipped_unless(allowed: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Return a context in which steps of fused optimizers change nothing where the device finds ``allowed`` False.
+    """Return a context in which fused optimizers' steps change nothing if ``allowed`` is False on the device.
+
+    The context sets the optimizers' attribute ``found_inf``, which PyTorch's fused kernels read, and deletes it at the
+    end. The host does not wait.
 
     Args:
         allowed: 0-dim bool tensor on the device of the parameters.

@@ -117,7 +117,7 @@ def refuse_offload(what: str, remedy: str) -> NoReturn:
     """Raise UsageError: the option ``offload`` cannot be combined with an optimizer or an option of one.
 
     Args:
-        what: the optimizer or option, in words.
+        what: name of the optimizer or option, for the message.
         remedy: advice for the user.
     """
     raise UsageError(

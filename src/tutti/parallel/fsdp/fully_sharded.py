@@ -79,8 +79,8 @@ class FullySharded:
 
     Attributes:
         rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
-        edits: records of the script's edits of rows, in which those of a parameter's objects count together; None for
-            no records. Set by ``ShardedReads.guard``.
+        edits: records of the script's edits of rows, in which edits of all objects of a parameter count together; None
+            for no records. Set by ``ShardedReads.guard``.
         reads: a ``WholeReads``, which all-gathers parameters that the script reads outside of the model's forward.
 
     Raises:
@@ -303,8 +303,8 @@ class FullySharded:
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.
 
-        The sharded ``.grad`` are those of FSDP2's DTensors and of the optimizer's rows; the next backward then starts
-        from None. Not collective. A gradient that the script has zeroed is returned as zeros.
+        Both FSDP2's DTensors and the optimizer's rows have a sharded ``.grad``; the next backward then starts from
+        None. Not collective. A gradient that the script has zeroed is returned as zeros.
 
         Returns:
             Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
@@ -322,9 +322,10 @@ class FullySharded:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         The sums are in the ``.grad`` of the FSDP2-sharded model's parameters: DTensors, which the script may read and
-        edit. The ``.grad`` of the optimizer's rows become placeholders. Norms of a placeholder are those of all ranks'
-        rows together, and scaling and clamping it in place acts on the DTensor; other reads raise UsageError. A
-        placeholder of a parameter of which each tensor-parallel rank has a slice can only be cleared. Not collective.
+        edit. The ``.grad`` of the optimizer's rows become placeholders. A norm of a placeholder is the norm of all
+        ranks' rows together, and scaling or clamping a placeholder in place acts on the DTensor; other reads raise
+        UsageError. A placeholder of a parameter of which each tensor-parallel rank has a slice can only be cleared. Not
+        collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -471,10 +472,10 @@ class FullySharded:
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of FSDP2's DTensor grads.
 
-        Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
-        ``.grad`` of the model's DTensor parameters, or cleared them in that of the rows. Collective where PyTorch has
-        divided a gradient that the script has computed along another dimension than the parameter, as it does with
-        dimensions of one element: the gradient is redistributed over the ranks that share the parameter.
+        Called before the optimizer step, so that the step uses the script's edits of gradients: edits and clearing of
+        the ``.grad`` of the model's DTensor parameters, and clearing of the ``.grad`` of the rows. Collective where
+        PyTorch has divided a gradient that the script has computed along another dimension than the parameter, as it
+        does with dimensions of one element: the gradient is redistributed over the ranks that share the parameter.
 
         Args:
             edited: unused; the model's parameters whose ``.grad`` the script has edited.

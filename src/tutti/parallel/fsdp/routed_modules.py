@@ -39,7 +39,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def suspected_routers(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules that, by their source code, may choose from the data which of ``blocks`` compute.
+    """Return the modules whose source code suggests that they choose, by the data, which of their ``blocks`` run.
 
     An example is a mixture of experts. For each block the function takes the nearest module around it that has a
     forward of its own (no ``ModuleList``, ``Sequential`` or similar container), and searches the source of that

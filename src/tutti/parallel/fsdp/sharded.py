@@ -110,13 +110,13 @@ class ShardedSync:
         """Verify and broadcast the model, cut its parameters into rows and build the optimizer over this rank's rows.
 
         Called once, before the first step of sharded data parallelism. In ZeRO stage 1 the model keeps whole
-        parameters: new objects take the places of the trainable ones, whose original objects become this rank's rows
-        (blocks of the first dimension), views of the new ones. In stages 2 and 3 FSDP2 shards the model itself, frozen
-        parameters included; those that it cannot take, such as 0-d ones or ones of another dtype, stay whole there and,
-        where trainable, are cut as in stage 1. With one shard rank nothing is cut. Collective over all ranks of the
-        run: the data ranks (those that share out a global batch) all-gather digests of their models and receive data
-        rank 0's state by broadcast; all ranks all-gather the result of a trial step of the optimizer, and may receive
-        by broadcast which modules FSDP2 wraps.
+        parameters: new objects replace the trainable parameters in the modules, and the original objects become this
+        rank's rows (blocks of the first dimension), views of the new objects. In stages 2 and 3 FSDP2 shards the model
+        itself, frozen parameters included. Parameters that FSDP2 cannot shard, such as 0-d tensors or tensors of
+        another dtype, stay whole and, where trainable, are cut as in stage 1. With one shard rank nothing is cut.
+        Collective over all ranks of the run: the data ranks (those that share out a global batch) all-gather digests of
+        their models and receive data rank 0's state by broadcast; all ranks all-gather the result of a trial step of
+        the optimizer, and may receive by broadcast which modules FSDP2 wraps.
 
         Args:
             replica: runs forward and backward of this rank's part of the model. The values of its parameters and
@@ -278,8 +278,8 @@ class ShardedSync:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing when backward has completed the gradient of ``parameter``: FSDP2 and ZeRO do not need this hook.
 
-        FSDP2 reduces the gradient by hooks of its own; in ZeRO stage 1 ``reduce_gradients`` does so after all backwards
-        of the step. Data parallelism (DDP) starts an all-reduce here.
+        FSDP2 reduces the gradient by hooks of its own; in ZeRO stage 1 ``reduce_gradients`` reduces it after all
+        backwards of the step. Data parallelism (DDP) starts an all-reduce here.
 
         Args:
             parameter: unused; the parameter whose gradient is complete.
@@ -346,10 +346,10 @@ class ShardedSync:
             PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: in one of four cases. Since the step began, the script has written this rank's rows in the
                 optimizer's groups; forwards have not seen these values. With FSDP2, the script has written an unsharded
-                parameter between a forward and its backward. Ranks that hold parts of one parameter or gradient differ
-                in how the script has edited it. Or, on an accelerator, this rank computes several logical workers
-                (shares of the global batch, each with buffers of its own), and the script has written a buffer that
-                forwards write too, other than by a reset to zeros, or to ones for a variance.
+                parameter between a forward and its backward. The script has edited a parameter or gradient, and the
+                edits differ between the ranks that hold its parts. Or, on an accelerator, this rank computes several
+                logical workers (shares of the global batch, each with buffers of its own), and the script has written a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance.
         """
         if self._rows_written():
             refuse_rows_written(step_context.local_step)
@@ -713,8 +713,8 @@ class ShardedSync:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         Not collective. Sets the attribute ``accumulated`` to whether ``held`` has gradients. Afterwards the script
-        finds the sums in ``.grad``, of DTensors with FSDP2 and of full parameters in ZeRO stage 1:
-        ``ShardingEngine.add_gradients`` says which of these are placeholders, and what a script can compute with them.
+        finds the sums in ``.grad``, of DTensors with FSDP2 and of full parameters in ZeRO stage 1: some of these are
+        placeholders, with which a script can compute as ``ShardingEngine.add_gradients`` describes.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -778,9 +778,9 @@ class ShardedSync:
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows and their ``.grad``. The rows' gradient becomes this
-        rank's part of what the script has left: None or zeros where it has cleared the gradient, its part of a tensor
-        that it has assigned, and the edited values where it has edited in place. Not collective.
+        Called before the optimizer step, which uses the rows and their ``.grad``. Where the script has cleared the
+        gradient, the rows' gradient becomes None or zeros; where it has assigned a tensor, this rank's part of the
+        tensor; where it has edited in place, the edited values. Not collective.
 
         Args:
             edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor;

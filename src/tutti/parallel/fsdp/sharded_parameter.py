@@ -37,7 +37,7 @@ class ShardedParameter:
         """Return a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
 
         The object describes one parameter that ZeRO or FSDP2 shards: this rank's rows, a block of the first dimension.
-        The result is what this rank writes into a checkpoint; it shares memory with ``tensor``.
+        This rank writes the result into a checkpoint; it shares memory with ``tensor``.
 
         Args:
             tensor: of the shape of this rank's rows of the parameter.

@@ -123,7 +123,7 @@ class ShardedReads(ScriptMode):
     def leave_compiled(self, parts: Iterable[nn.Module], blocks: bool) -> None:
         """Turn this function mode off during calls of compiled modules, which cannot run while it is active.
 
-        The mode (a ``TorchFunctionMode``) checks what the script does with sharded parameters. Not collective.
+        The mode (a ``TorchFunctionMode``) checks the script's reads and writes of sharded parameters. Not collective.
 
         Args:
             parts: the model on this rank, or its pipeline stages; the calls of modules in them are replaced.
@@ -188,7 +188,7 @@ class ShardedReads(ScriptMode):
         self._shards.written = value
 
     def end(self) -> None:
-        """Stop checking what the script's code does with sharded parameters. Called before each update; not collective.
+        """Stop checking the script's reads and writes of sharded parameters. Called before each update; not collective.
 
         Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
         rank's rows or used their values, or it has a custom training loop (``stay``). Later calls change nothing.

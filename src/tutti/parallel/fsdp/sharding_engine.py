@@ -213,9 +213,9 @@ class ShardingEngine(Protocol):
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows' ``.grad``. The rows' gradient becomes this rank's part of
-        what the script has left: None or zeros where it has cleared the gradient, its part of a tensor that it has
-        assigned, and the edited values where it has edited in place. Not collective.
+        Called before the optimizer step, which uses the rows' ``.grad``. Where the script has cleared the gradient, the
+        rows' gradient becomes None or zeros; where it has assigned a tensor, this rank's part of the tensor; where it
+        has edited in place, the edited values. Not collective.
 
         Args:
             edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor;
@@ -225,8 +225,8 @@ class ShardingEngine(Protocol):
     def gradient_meter(self) -> Callable[[], float] | None:
         """Start to measure this rank's own gradients before backward itself reduces them (FSDP2).
 
-        Called to estimate the gradient noise scale, which compares the norms of the ranks' own gradients with that of
-        their sum. Not collective.
+        Called to estimate the gradient noise scale, which compares the norms of the ranks' own gradients with the norm
+        of their sum. Not collective.
 
         Returns:
             A function without arguments that returns, as a float, the sum of the squares of the gradients' elements

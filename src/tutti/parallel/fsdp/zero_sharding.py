@@ -332,7 +332,7 @@ class ZeroSharding:
         """
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Set the ``.grad`` of this rank's rows to what the script has left in the ``.grad`` of the full parameters.
+        """Set the ``.grad`` of this rank's rows from the ``.grad`` of the full parameters, as the script has left them.
 
         Called before the optimizer step (ZeRO stage 1), which uses the rows. Not collective. With one rank the rows are
         the full parameters, and nothing is changed. With several ranks the new row gradient depends on the present

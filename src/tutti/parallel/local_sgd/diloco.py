@@ -103,7 +103,7 @@ class DiLoCoSync(LocalSGDSync):
         logical workers' parameters: an all-to-all and an all-gather for each dtype, and an all-gather of names if the
         model has frozen parameters. All workers (fixed shares of the global batch) go on from the result, which is
         written into their parameters in place. The last of the synchronous steps, with which a run may begin, sets the
-        outer parameters to the updated ones.
+        outer parameters to the updated parameters.
 
         Args:
             step_context: the step that ends; all its updates have been made.

@@ -24,13 +24,13 @@ class LocalGradients(TrainedGradients):
     """Mixin of ``LocalSGDSync``: ``.grad`` in custom training loops where each logical worker makes its own updates.
 
     For runs with one worker a rank; it implements methods of ``LocalStepSync``. The model on a rank and the script's
-    optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the whole gradient of the
-    worker's own samples, which the script may edit, and differs between workers.
+    optimizers belong to the rank's worker. After ``run.backward``, ``.grad`` is the whole gradient of the worker's own
+    samples; it differs between workers, and the script may edit it.
 
     Attributes:
         gradient_at: ``"rank"``: this rank has the whole gradient.
         by_worker: always False: a rank has one worker.
-        accumulated: whether the last ``add_gradients`` added gradients of earlier calls to the new ones.
+        accumulated: whether the last ``add_gradients`` was given gradients of earlier calls.
     """
 
     gradient_at: GradientPlace = "rank"
@@ -42,8 +42,8 @@ class LocalGradients(TrainedGradients):
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
 
-        They are those of this rank's logical worker. A custom training loop gives them to ``add_gradients`` after the
-        next backward. Not collective.
+        The gradients belong to this rank's logical worker. A custom training loop gives them to ``add_gradients`` after
+        the next backward. Not collective.
 
         Returns:
             The gradients by parameter, not copied; parameters without a gradient are left out.
@@ -54,7 +54,7 @@ class LocalGradients(TrainedGradients):
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add the gradients just computed to those of earlier calls of ``run.backward``, in place, as autograd does.
+        """Add the gradients just computed to the gradients of earlier calls of ``run.backward``, in place.
 
         Not collective. The ``.grad`` of a parameter with an earlier gradient is then the tensor of ``held`` itself, and
         has the sum, unless that is sparse and the new gradient dense. Sets the attribute ``accumulated`` to whether
@@ -92,8 +92,7 @@ class LocalGradients(TrainedGradients):
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
-            members: the parameters whose gradients are clipped and looked at within the context: those of this
-                optimizer.
+            members: parameters of this optimizer; only their gradients are clipped, and searched for non-finite values.
         """
         with ExitStack() as stack:
             for optimizer in self._optimizer_of.values():
@@ -105,9 +104,10 @@ class LocalGradients(TrainedGradients):
                 self._acting_on = None
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale the gradients in place, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+        """Scale the gradients in place, so that their norm is at most the run's clipping norm.
 
-        Not collective. Does nothing in a run without such a norm.
+        Within ``stepping`` only the gradients of one optimizer are scaled. Not collective. Does nothing in a run
+        without a clipping norm.
 
         Args:
             norm: L2 norm of these gradients.

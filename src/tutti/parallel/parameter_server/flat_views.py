@@ -63,8 +63,8 @@ def strides(parameter: Tensor) -> tuple[int, ...]:
         parameter: gives shape and strides; its values are not read.
 
     Returns:
-        The parameter's own strides where it is dense (contiguous, or channels-last); otherwise those of a contiguous
-        tensor of its shape.
+        The parameter's own strides where it is dense (contiguous, or channels-last); otherwise the strides of a
+        contiguous tensor of its shape.
     """
     own = parameter.stride()
     dense = torch.empty_like(parameter, device="meta").stride() == own

@@ -88,7 +88,7 @@ class ReadableServerSync(SynchronousServerSync):
         super().begin_worker(worker, step_context)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Push this rank's gradients to the servers, and wait until the servers have summed those of all data ranks.
+        """Push this rank's gradients to the servers, and wait until they have summed the gradients of all data ranks.
 
         All data ranks have to call this: the servers answer once they have the pushes of all of them. The summed
         gradients stay on the servers, which divide them by the global count; in a custom loop the caller then calls

@@ -66,8 +66,8 @@ class ServerReducer(Reducer):
         listens: False: ``gradient_ready`` need not be registered as a hook of autograd.
         nonfinite: names of the parameters whose summed gradient was not finite in the latest step.
         used: for each trained parameter whether a rank had a gradient in the latest step.
-        number: number of the sum under way, by which servers tell the requests of one sum from those of the next. A
-            step has one; in a custom loop a step may have several or none.
+        number: number of the sum under way, with which each request for this sum is marked. A step has one sum; in a
+            custom loop a step may have several sums or none.
     """
 
     listens = False

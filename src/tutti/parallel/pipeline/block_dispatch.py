@@ -238,7 +238,7 @@ class BlockDispatch:
             run.inside = False
 
     def shape(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a block (module called as a unit) would return for these arguments, with fake tensors in it.
+        """Return the result that a block (module called as a unit) would return for these arguments, with fake tensors.
 
         The block runs on fake tensors, which have shapes and no values. The form of the result is cached for later
         arguments of equal shapes and dtypes.
@@ -249,7 +249,9 @@ class BlockDispatch:
             args, kwargs: positional and keyword arguments of the call.
 
         Raises:
-            UsageError: the block writes its arguments in place.
+            ReadsValuesError: the block is not ``numbered`` (see the constructor), and fails on fake tensors.
+            UsageError: the block writes its arguments in place; or it is ``numbered``, and the shapes of its result
+                depend on values, or the result holds other objects than tensors and plain values.
         """
         return self.shape_and_memory(name, block, args, kwargs)[0]
 
@@ -265,7 +267,9 @@ class BlockDispatch:
             args, kwargs: positional and keyword arguments of the call.
 
         Raises:
-            UsageError: the block writes its arguments in place.
+            ReadsValuesError: the block is not ``numbered`` (see the constructor), and fails on fake tensors.
+            UsageError: the block writes its arguments in place; or it is ``numbered``, and the shapes of its result
+                depend on values, or the result holds other objects than tensors and plain values.
         """
         leaves, spec = tree_flatten((args, kwargs))
         run = self._on_numbers if name in self._numbered else self._on_fakes

@@ -59,7 +59,7 @@ class PipelineRunner(ReplicaPart):
         holding: this rank's virtual stages, and which ranks hold which tensors; None where no model is cut.
 
     Attributes:
-        plain: the prepared module, with placeholders for what other ranks hold.
+        plain: the prepared module, with placeholders for tensors that other ranks hold.
         passes: for each model that is cut, the calls of the model through its stages.
         own_backward: whether micro-batches run one after the other, each with forward and backward on every rank: no
             model is cut, or the loss function calls a model several times for a micro-batch.
@@ -397,7 +397,7 @@ class PipelineRunner(ReplicaPart):
         of the last of these calls in the worker's last micro-batch.
 
         Args:
-            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
+            result: the loss function's result: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             micro_batch: the micro-batch of the forward.
             before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
                 the first.
@@ -427,7 +427,7 @@ class PipelineRunner(ReplicaPart):
         return total
 
     def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-        """Parse what a custom loop has computed as the loss, on the ranks of all stages, before its backward.
+        """Parse the loss that a custom loop has computed on the ranks of all stages, before its backward.
 
         Where a scalar loss contains a number that the model has returned, such as a loss of its own, the call is
         collective over the ranks of the replica's stages: the last stage's rank, which has the graph of this number,
@@ -446,7 +446,7 @@ class PipelineRunner(ReplicaPart):
 
         Raises:
             UsageError: on all ranks, ``result`` has another form; or it is a scalar loss of a part of the global batch,
-                and such losses do not add up to that of the whole batch, as the root of a mean does not.
+                and such losses do not add up to the loss of the whole batch, such as the root of a mean.
             PeerError: a rank of the stages is lost or late.
         """
         if isinstance(result, Tensor) and result.numel() == 1 and micro_batch.samples and reads_output(result):

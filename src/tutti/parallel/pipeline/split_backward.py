@@ -44,10 +44,11 @@ class LayerOutput(NamedTuple):
 class SplitBackward:
     """Splits the backward of one virtual pipeline stage into an input half and a weight half, with the same gradients.
 
-    Some parameters' gradients cannot be computed from the outputs of layers, such as those of a weight that is read
-    outside of its layer, or of a layer with several outputs. The weight half computes these by a backward through the
-    whole stage. The first micro-batch, and each later one that calls other layers, finds these parameters: from the
-    autograd graph, since a gradient may be 0 in this micro-batch alone, and by comparing all gradients bit by bit.
+    Some parameters' gradients cannot be computed from the gradients of layers' outputs: a weight that is read outside
+    of its layer, for example, or a weight of a layer with several outputs. The weight half computes these gradients by
+    a backward through the whole stage. The first micro-batch, and each later one that calls other layers, finds these
+    parameters: from the autograd graph, since a gradient may be 0 in this micro-batch alone, and by comparing all
+    gradients bit by bit.
 
     Args:
         stage: module of the virtual stage; forward hooks are registered on its layers.
@@ -127,9 +128,9 @@ class SplitBackward:
     ) -> list[nn.Parameter]:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
-        Called after ``inputs`` for the same micro-batch. The gradients of a layer's weights follow from those of its
-        outputs. Parameters that other code than a recorded layer also uses, such as tied weights, are found in the
-        first backward, and their gradients are computed from ``roots``. Not collective.
+        Called after ``inputs`` for the same micro-batch. The gradients of a layer's weights are computed from the
+        gradients of its outputs. Parameters that other code than a recorded layer also uses, such as tied weights, are
+        found in the first backward, and their gradients are computed from ``roots``. Not collective.
 
         Args:
             roots: ``tensors`` where the pipeline stage's backward starts, and their ``gradients``, as for ``inputs``.

@@ -51,16 +51,16 @@ class StageParameters(QuietMode):
 
     A read is collective over the ranks of the stages: the rank that has the parameter broadcasts it, and every rank
     computes with a copy. A write that acts by element takes place on the ranks that have the parameter. All other calls
-    are refused on every rank. Where nothing may be collective, calls are made as they are, and those with a placeholder
-    for another stage's parameter raise UsageError.
+    are refused on every rank. Where nothing may be collective, calls run unchanged, and a call with a placeholder for
+    another stage's parameter raises UsageError.
 
-    A loop over all parameters may write those of this rank's stages before it meets a call that is refused. The mode
+    A loop over all parameters may write parameters of this rank's stages before a later call is refused. The mode
     therefore keeps a copy of each parameter of this rank that the script writes or takes views of, which ``undo``
     restores.
 
     Args:
-        places: for each parameter of the whole model its name and the rank, among those of the stages, that has it. Of
-            the ranks that share it, such as a tied weight, the first.
+        places: for each parameter of the whole model its name, and the index among the stages' ranks of the rank that
+            has it; of a tied weight the first rank.
         comm: communicator over the ranks of the stages; None where reads are not supported.
 
     Attributes:

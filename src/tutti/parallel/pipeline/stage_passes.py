@@ -80,7 +80,7 @@ class StagePasses:
 
     Attributes:
         replica: as given.
-        model: the whole model, with placeholders for what other ranks hold.
+        model: the whole model, with placeholders for tensors that other ranks hold.
         cuts: the stage partition.
         virtual_stages: this rank's virtual stages, in order.
         messages: this rank's messages to and from its neighbours.

@@ -74,8 +74,9 @@ class TensorRunner(WholeRunner):
 
     Within ``run`` the loss function receives a split output as a ``SplitTensor``; every other caller of the model
     receives the whole output, which the tensor-parallel ranks all-gather. The first forward in training mode and the
-    first in evaluation check what the model's code reads of split parameters, unless the model is compiled. If it asks
-    for their sizes, all later forwards are checked as well, so that it always gets those of the whole parameters.
+    first in evaluation check the reads of split parameters by the model's code, unless the model is compiled. If the
+    code asks for sizes of split parameters, the checks stay on in all later forwards, in which the code gets the sizes
+    of the whole parameters.
 
     Args:
         module: the model, with layers converted to tensor-parallel ones.

@@ -225,8 +225,8 @@ def find_tp_plan(
         module: the whole model, with real parameters; it stays as it was.
         ranks: number of tensor ranks.
         config: options of tensor parallelism.
-        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; what
-            it returns is not used. None where no data is at hand: blocks are then computed with made arguments, and the
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; its
+            result is not used. None where no data is at hand: blocks are then computed with made arguments, and the
             model's output is gathered for the loss.
         device: device on which the loss function runs.
         compiled: whether the run compiles the model. If so, the model's output is gathered on every tensor rank, and

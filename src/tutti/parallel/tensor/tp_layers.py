@@ -103,8 +103,8 @@ class RowParallelLinear(TensorParallelLayer):
                 it is split along another dimension than the last.
 
         Returns:
-            The outputs, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor`` of them, on each rank those
-            of its own positions.
+            The outputs, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor``, of which each rank holds
+            the outputs of its own positions.
 
         Raises:
             UsageError: an autograd function of the script has returned the input as a ``SplitTensor``.
@@ -224,8 +224,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
             input: indices of rows of the whole table, equal on all tensor ranks.
 
         Returns:
-            The embeddings, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor`` of them, on each rank
-            those of its own positions.
+            The embeddings, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor``, of which each rank
+            holds the embeddings of its own positions.
 
         Raises:
             IndexError: on a CPU, an index is outside of the whole table, as ``torch.nn.Embedding`` raises; on an

@@ -73,7 +73,8 @@ class PlanEntry:
             which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
-        local: for ``within``, how the module's own code is fitted to a slice; for ``experts``, the kinds of arguments.
+        local: for ``within``, the adaptations of the module's own code to a slice; for ``experts``, the kinds of
+            arguments.
     """
 
     name: str
