@@ -61,7 +61,7 @@ class Callbacks:
         self._step_open = self._left_step = self._left_training = False
 
     def names(self) -> list[str]:
-        """Return a text for each callback of the run, which must be equal on all ranks.
+        """Return a text for each callback of the run; ``tutti.prepare`` compares the texts over ranks.
 
         Returns:
             A list of ``NAME on RANKS``, in the order of the callbacks; NAME is the qualified name of the function or
@@ -214,6 +214,9 @@ class Callbacks:
 
         Args:
             run: the training run, passed to the callbacks.
+
+        Raises:
+            UsageError: the ``break`` has lost an update (``CustomLoop.check_break``).
         """
         run.custom.end_left()
         step, self._left_step = self._left_step, False

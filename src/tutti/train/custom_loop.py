@@ -172,9 +172,11 @@ class CustomLoop:
             self._run.model.register_forward_pre_hook(OwnedHook(self.check_break))
 
     def check_break(self, *_: Any) -> None:
-        """Raise UsageError if a ``break`` has ended the last loop so that updates are missing. Not collective.
+        """Raise UsageError if the script has left the last loop over micro-batches by a ``break`` that loses an update.
 
-        Hooks of the model call this before ``model.state_dict()`` and the model's next forward, too.
+        The loop records such a ``break``: in the middle of a global batch, or after one of several bodies. Called by
+        ``end_left`` and, as hooks of the model, before ``model.state_dict()`` and the model's next forward. Not
+        collective.
         """
         if (left := self._left) is not None:
             raise UsageError(left.what, where=left.where, why=left.why, remedy=left.remedy)
@@ -365,7 +367,11 @@ class CustomLoop:
 
         To end a step means, under local SGD and DiLoCo, to average the parameters of the logical workers (fixed shares
         of the global batch) if an average is due after the step, collectively over the data ranks (``end_step``). With
-        other strategies, and while a loop is still running, nothing is done.
+        other strategies, and while a loop is still running, nothing is done. Called before each collective call of the
+        run.
+
+        Raises:
+            UsageError: the ``break`` has lost an update (``check_break``).
         """
         if not self._open:
             self.check_break()
@@ -379,6 +385,11 @@ class CustomLoop:
         body, and earlier where the script saves the run or begins another step in the body. The first call after the
         global batch counts as consumed ends the step; a call before that, or a second one for the same step, does
         nothing.
+
+        Raises:
+            UsageError: this rank's worker had no samples in the step, and the script has written a parameter in the
+                body.
+            PeerError: in the average, a rank is lost, or does not take part within the timeout.
         """
         step_context = self._state.batch.ending
         if step_context is not None and self._local is not None and self._state.batch.is_counted:

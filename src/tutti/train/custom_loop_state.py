@@ -89,7 +89,7 @@ class CustomLoopState:
 
     Attributes:
         optimizers: as given.
-        origin: tells gradients that were reduced over ranks from those of one micro-batch.
+        origin: records which gradients in ``.grad`` were reduced over ranks, and which are of one micro-batch.
         bodies: compares the script's calls in the bodies of a global batch, which must be the same in each.
         local: the gradient synchronisation if each logical worker may make its own updates (local SGD); else None.
         batch: the global batch under way, or the last one.

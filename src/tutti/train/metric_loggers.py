@@ -241,7 +241,9 @@ class TensorBoardLogger(MetricLogger):
         """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write values to TensorBoard in one event, and open a new event file for the first ones.
+        """Write values to TensorBoard in one event; the first call opens the event file.
+
+        In a resumed run, TensorBoard hides events of earlier files from the step of the first call on.
 
         Args:
             values: values of a training step or evaluation by name, such as ``train/loss``.

@@ -284,9 +284,10 @@ class MeasuredRound(MeasuredParts):
 
     @torch.no_grad()
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Add a logical worker's gradient, times its samples or targets, to the gradient of the global batch.
+        """Add a logical worker's gradient, and its squared norms, to the sums from which ``estimates`` computes.
 
-        Not collective.
+        The gradient is first multiplied by the worker's samples or targets, by which backward has divided it. Nothing
+        is added for a worker without samples. Not collective.
 
         Args:
             worker: index of the logical worker, a fixed share of the global batch.

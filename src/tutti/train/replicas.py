@@ -25,9 +25,9 @@ SELDOM = 100
 def check_replicas(run: Run, what: str) -> None:
     """Check that all ranks with a copy of the same tensor of the model have the same bits, by 64-bit digests.
 
-    Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
-    that are tied over stages. Reads each tensor once. Collective over all ranks: two small all-gathers, a third one
-    where copies differ, none if ranks keep no copies. ``GradientSync.replicated`` is called first, which with ZeRO
+    Ranks hold copies under data parallelism, HSDP and hybrids, of tensors that tensor parallelism leaves whole, and of
+    weights that are tied over stages. Reads each tensor once. Collective over all ranks: two small all-gathers, a third
+    one where copies differ, none if ranks keep no copies. ``GradientSync.replicated`` is called first, which with ZeRO
     stage 1 all-gathers rows that the script has written.
 
     Args:
@@ -52,10 +52,10 @@ def check_replicas(run: Run, what: str) -> None:
 def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str] | None:
     """Find tensors of which ranks hold copies that are not bit-identical, by 64-bit digests.
 
-    Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
-    that are tied over stages. Collective over the ranks of ``comm``: two small all-gathers, a third one where copies
-    differ, none if ranks keep no copies; before them ZeRO stage 1 all-gathers rows that the script has written, over
-    the shard ranks. Sets ``run.compared``, the step of the last comparison.
+    Ranks hold copies under data parallelism, HSDP and hybrids, of tensors that tensor parallelism leaves whole, and of
+    weights that are tied over stages. Collective over the ranks of ``comm``: two small all-gathers, a third one where
+    copies differ, none if ranks keep no copies; before them ZeRO stage 1 all-gathers rows that the script has written,
+    over the shard ranks. Sets ``run.compared``, the step of the last comparison.
 
     Args:
         run: the training run.
@@ -63,8 +63,8 @@ def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str]
         what: the next action, such as ``its checkpoint``, for the PeerError or MismatchError of the collectives.
 
     Returns:
-        A pair of texts, the same on every rank: the first names one of the tensors and says how many others differ, the
-        second names the ranks whose copies of this tensor differ. None if all copies are equal, or there are none.
+        A pair of texts, the same on every rank: the name of one differing tensor with the number of further ones, and
+        the ranks whose copies of this tensor differ. None if all copies are equal, or there are none.
     """
     held = run.gradient_sync.replicated() if comm.size > 1 else None
     if held is None:

@@ -647,9 +647,9 @@ class Run:
         """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
         The loop ends early when a callback stops the run. If there are callbacks, ``on_train_begin`` is called before
-        the first epoch and ``on_train_end`` after the last; after a ``break`` out of the loop the latter is called
-        before the run's next collective call, such as ``evaluate`` or ``save``. Both calls are collective over all
-        ranks: an all-gather of reasons to stop.
+        the first epoch and ``on_train_end`` after the last; after a ``break`` out of the loop ``on_train_end`` is
+        called before the run's next collective call, such as ``evaluate`` or ``save``. Both calls are collective over
+        all ranks: an all-gather of reasons to stop.
 
         Args:
             number: number of epochs of the whole run.
@@ -811,8 +811,8 @@ class Run:
 
         Returns:
             A dict of whole tensors by name. A tensor may be the model's own, which the next step changes, or a copy,
-            whose writes raise UsageError, because they would be lost (with ``averaged`` they raise nothing): keep
-            ``copy.deepcopy`` of them, and give ``model.load_state_dict`` what is written.
+            whose writes raise UsageError, because they would be lost (with ``averaged`` they raise nothing): to change
+            weights, write into a ``copy.deepcopy`` of the dict, and give that to ``model.load_state_dict``.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or

@@ -37,7 +37,7 @@ def train_step(
     Args:
         replica: this rank's part of the model.
         sync: gradient synchronisation, which reduces gradients over ranks and makes the update.
-        grad_hook: object that is told of each parameter when a backward pass has made its gradient.
+        grad_hook: gradient-ready hook, called with each parameter whose gradient a backward has completed.
         work: pairs (index of a worker, its micro-batches) of this rank's workers, in order; an empty sequence of
             micro-batches for a worker without samples in this batch.
         loss: the loss function.
@@ -53,8 +53,8 @@ def train_step(
         skipped because a gradient is not finite).
 
     Raises:
-        UsageError: a gradient hook of the script saw gradients of another scale, or the strategy refuses what the
-            script has written.
+        UsageError: a gradient hook of the script saw gradients of another scale, or the script has written a parameter
+            or buffer that the strategy cannot let it write.
         MismatchError: ranks are in different steps.
         PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
     """

@@ -438,7 +438,10 @@ class StepLifecycle:
             run.lost_ranks.look()
 
     def count_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
-        """Bring the run's counters, schedulers, average and loss scale up to date after an update. Not collective.
+        """Record an update in the run: its results, counters, schedulers, average of the weights and loss scale.
+
+        Sets ``run.stats`` and ``run.updated``. Schedulers and average do not advance for a skipped update. Not
+        collective.
 
         Args:
             stats: reduced results of the step.
@@ -446,7 +449,8 @@ class StepLifecycle:
             optimizer: the script's optimizer that made it; None for all.
 
         Raises:
-            NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
+            NonFiniteError: too many updates in a row were skipped because a gradient is not finite. Skips that a lower
+                loss scale can cure (the loss itself is finite) do not count.
         """
         run = self._run
         run.stats, run.updated = stats, updated

@@ -29,8 +29,9 @@ from tutti.types.micro_batch import LossFn
 def choose_sampling(dataset: Any, options: RunOptions) -> Sampling:
     """Combine the data set, or ``DataLoader``, with the options into one description of its global batches.
 
-    The batch size is that of the options, else of the loader, else 128. The data set is not read; a batch sampler of
-    the script's own is iterated for epoch 0 where the options give no batch size, which is then its longest batch.
+    The batch size is ``options.batch_size``, else the loader's batch size, else 128. The data set is not read; a batch
+    sampler of the script's own is iterated for epoch 0 where the options give no batch size, which is then its longest
+    batch.
 
     Args:
         dataset: the samples, or a ``DataLoader``.
@@ -130,7 +131,7 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoi
 
 
 def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
-    """Return the number of samples that an epoch trains on: the data set's, less what ``drop_last`` drops.
+    """Return the number of samples that an epoch trains on, without an incomplete batch that ``drop_last`` drops.
 
     Args:
         data: the training data.
@@ -174,9 +175,9 @@ def first_micro_batch_trial(
         data_rank: index of this data rank, for a stream that shards itself.
 
     Returns:
-        ``trial(model, most=None)``, which returns what ``loss(model, batch)`` returns, with its autograd graph, for the
-        micro-batch's first ``most`` samples (None: all of them). It runs a forward alone, in the modes that the caller
-        has set, sends nothing by itself, and lets errors of the loss function and of the data set propagate. The
+        ``trial(model, most=None)``, which returns the result of ``loss(model, batch)``, with its autograd graph, for
+        the micro-batch's first ``most`` samples (None: all of them). It runs a forward alone, in the modes that the
+        caller has set, sends nothing by itself, and lets errors of the loss function and of the data set propagate. The
         variables of the loss function, and buffers of modules among them, are restored. None if ``loss`` is None.
     """
     if loss is None:

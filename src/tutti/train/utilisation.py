@@ -45,8 +45,8 @@ def measured_throughput(
 
     Returns:
         A ``DeviceThroughput`` of numbers: ``devices``, ``tokens`` of a sample, ``model_flop`` and ``hardware_flop``
-        (FLOP of its forward and backward, without and with recomputed activations), and ``peak`` FLOP/s of a device;
-        None for what is unknown, all but ``devices`` if ``batch`` is empty, or the task has a ``collate``.
+        (FLOP of its forward and backward, without and with recomputed activations), and ``peak`` FLOP/s of a device; an
+        unknown number is None; all but ``devices`` are None if ``batch`` is empty, or the task has a ``collate``.
 
     Raises:
         UsageError: the machine file of the configuration cannot be read.

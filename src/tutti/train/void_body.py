@@ -43,7 +43,7 @@ class VoidBody:
         ``undo`` removes them. A loss without gradient is left alone.
 
         Args:
-            loss: what the script gave ``run.backward``; of a tuple or list the first element is the loss.
+            loss: the script's argument of ``run.backward``; of a tuple or list the first element is the loss.
             retain_graph: keep the graph for another backward.
         """
         losses = loss[0] if isinstance(loss, tuple | list) else loss

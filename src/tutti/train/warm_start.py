@@ -111,7 +111,7 @@ def load_warm_start(
         path: a run directory (its newest intact checkpoint), a checkpoint directory, a safetensors file, or a folder of
             such files.
         init_map: renames of the saved tensors, and differences that are allowed; default: none.
-        begun: what ``find_warm_start`` has found at ``path`` for the whole model; None to look now.
+        begun: the result of ``find_warm_start`` for ``path`` and the whole model; None to find it now.
 
     Returns:
         A ``WarmStart``: ``path``, the text of the path that was read, and ``fitted``, the differences between the
