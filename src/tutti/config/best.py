@@ -44,7 +44,8 @@ class BestMetric:
 
         Raises:
             UsageError: ``text`` is malformed, or none of ``text``, ``declared`` and the metric's name gives a
-                direction; a name does that ends in a word such as ``loss`` or ``accuracy`` (``higher_is_better``).
+                direction. A name gives one if it ends in a word such as ``loss`` or ``accuracy``
+                (``higher_is_better``).
         """
         metric = Metric.parse(text, option, declared)
         return cls(metric.name, metric.higher)

@@ -62,8 +62,8 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 def check_noise(text: str, batch: int, adaptive: bool) -> MultiplicativeNoise | None:
     """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return its options, None for ``none``.
 
-    With the second, random weights of the samples' losses make the gradient of the global batch as noisy as the
-    gradient of N samples.
+    ``multiplicative`` multiplies the samples' losses by random weights, so that the gradient of the global batch is as
+    noisy as the gradient of N samples.
 
     Args:
         text: value of the option.

@@ -53,7 +53,7 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str, option: str = "--batch-growth") -> BatchGrowth:
-        """Parse ``--batch-growth``, when and how the global batch grows: ``milestones=30ep+60ep,factor=5,largest=N``.
+        """Parse ``--batch-growth``, the growth schedule of the batch: ``milestones=30ep+60ep,factor=5,largest=N``.
 
         Args:
             text: ``milestones``: whole epochs, joined by ``+``; ``factor``: number by which the global batch is
@@ -91,7 +91,7 @@ class BatchGrowth:
         return tuple(int(duration.value) for duration in durations)
 
     def most(self, batch: int, dataset: int | None) -> int | None:
-        """Return the size to which the global batch may grow at most: ``largest=``, else a tenth of the data set.
+        """Return the largest size of the growing global batch: the option ``largest``, else a tenth of the data set.
 
         Args:
             batch: size of the global batch at the start of the run, in samples.

@@ -54,7 +54,7 @@ class FittedWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InitMap:
-    """Options of a warm start: how saved weights are renamed, and in which tensors they may differ from the model.
+    """Options of a warm start: renames of saved weights, and the tensors in which they may differ from the model.
 
     Attributes:
         rename: items ``old:new``: a tensor of the weights whose name begins with ``old`` gets ``new`` in its place; the
@@ -79,7 +79,7 @@ class InitMap:
 
     @classmethod
     def parse(cls, text: str, option: str = "--init-map") -> InitMap:
-        """Parse ``--init-map``, how another model's weights are loaded: ``rename=transformer.:model.,new=head.*``.
+        """Parse ``--init-map``, renames and allowed differences of weights to load: ``rename=transformer.:model.``.
 
         Args:
             text: ``key=value,…``; several items of one key are joined by ``+``. ``rename``: ``OLD:NEW``, the beginning
@@ -99,12 +99,12 @@ class InitMap:
 
     @classmethod
     def of(cls, text: str, init_from: object, option: str) -> InitMap:
-        """Parse ``--init-map``, how another model's weights are loaded, after checking that the run loads weights.
+        """Parse ``--init-map``, renames and allowed differences of weights to load, if the run loads weights.
 
         Args:
             text: ``key=value,…`` with the keys ``rename``, ``new``, ``unused`` and ``reshaped``, such as
                 ``rename=transformer.:model.,new=head.*``.
-            init_from: where the run's initial weights are; None if the run loads none.
+            init_from: location of the run's initial weights (``--init-from``); None if the run loads none.
             option: name of the option, which a UsageError states.
 
         Returns:

@@ -113,13 +113,13 @@ RULES: Mapping[str, type[NoRule]] = {
 
 
 def check_rule(text: str) -> NoRule:
-    """Parse ``--lr-scale``, how the learning rate follows the global batch: such as ``linear:base_batch=256``.
+    """Parse ``--lr-scale``, the rule by which the global batch scales the learning rate: ``linear:base_batch=256``.
 
     Args:
         text: ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` or ``adascale``, with options.
 
     Returns:
-        The rule: its ``factor(batch)`` returns by what the learning rate is multiplied, and ``adaptive`` is True for
+        The rule: its ``factor(batch)`` returns the factor on the learning rate, and ``adaptive`` is True for
         ``adascale`` alone. ``NoRule`` is the base class of all rules, and itself the rule ``none``.
 
     Raises:

@@ -45,7 +45,7 @@ class Metric:
 
     @classmethod
     def parse(cls, text: str, option: str, declared: Mapping[str, Direction] | None = None) -> Metric:
-        """Parse a held-out metric and which of its values are better: ``NAME``, ``NAME:min`` or ``NAME:max``.
+        """Parse a held-out metric with its better direction: ``NAME``, ``NAME:min`` or ``NAME:max``.
 
         ``lower`` and ``higher`` are synonyms of ``min`` and ``max``. Without a direction in the text, ``declared``
         decides, else the metric's name: one that ends in a word such as ``loss`` or ``accuracy``
@@ -98,14 +98,14 @@ class Metric:
 
 
 def split_metric(text: str, option: str) -> tuple[str, bool | None]:
-    """Split the text of a metric into its name and whether it states that a higher value is better.
+    """Split the text ``NAME:DIRECTION`` of a metric into the name and, if stated, its better direction.
 
     Args:
         text: ``NAME``, ``NAME:min`` or ``NAME:max``, or with the synonyms ``lower`` and ``higher``.
         option: name of the option, which a UsageError states.
 
     Returns:
-        The name; and True or False, or None where the text has no direction.
+        A pair: the name; and True if a higher value is better, False if a lower one is, None if the text does not say.
 
     Raises:
         UsageError: the text is malformed.

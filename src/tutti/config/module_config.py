@@ -65,7 +65,7 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {
 
 
 def check_batch_norm(text: str) -> BatchNormConfig:
-    """Parse ``--batch-norm``, which samples batch norm takes its statistics from.
+    """Parse ``--batch-norm``, the group of samples over which batch norm takes its statistics.
 
     Args:
         text: ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples
@@ -150,10 +150,10 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
 
 
 def check_compiler(options: CompileOptions) -> None:
-    """Raise UsageError if this machine lacks what inductor on the CPU needs: a C++ compiler and Python's headers.
+    """Raise UsageError if this machine lacks the C++ compiler or Python's headers, which inductor needs on the CPU.
 
-    Looks for the two files only: the compiler (the variable ``CXX``, else ``g++`` or on macOS ``clang++``) is not run,
-    so that a compilation may still fail.
+    Only the existence of both files is checked. The compiler (the variable ``CXX``, else ``g++`` or on macOS
+    ``clang++``) is not run, so that a compilation may still fail.
 
     Args:
         options: options of ``--compile``; with another backend of ``torch.compile`` than ``inductor`` nothing is
@@ -251,7 +251,7 @@ Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
 
 
 def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
-    """Parse ``--activation-checkpointing``: which modules drop their activations and compute them again in backward.
+    """Parse ``--activation-checkpointing``, the modules whose activations are dropped and recomputed in backward.
 
     Args:
         choice: ``none``; ``blocks:every=K``: the first of every K neighbouring blocks of the model (K is 1 by default);

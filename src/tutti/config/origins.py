@@ -20,8 +20,9 @@ class OriginOfField:
     Attributes:
         name: name of the option, as in TOML.
         value: value of the option.
-        origin: ``default``, a flag such as ``--seed``, a variable such as ``TUTTI_SEED``, or ``FILE:LINE``. A key that
-            was changed alone is added as ``and --optimizer.lr``; a derived value has ``follows from`` in front.
+        origin: ``default``, a flag such as ``--seed``, a variable such as ``TUTTI_SEED``, or ``FILE:LINE``. A change of
+            a single key (``--set``) adds ``and --optimizer.lr``. The text begins with ``follows from`` for a value that
+            the configuration has derived.
     """
 
     name: str

@@ -149,7 +149,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 def descriptions() -> dict[str, str]:
     """Return the help text of each option of ``tutti train``, by field of ``TrainConfig``, from that class's docstring.
 
-    Fields that share an entry of the docstring have the same text.
+    Fields that are described together, such as ``epochs, steps, samples``, have the same text.
     """
     text = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
     found = {}

@@ -147,7 +147,7 @@ class Spec:
 
         Args:
             table: entries by possible name.
-            option: kind of thing that is named, such as ``strategy``, which a UsageError states.
+            option: kind of the entries, such as ``strategy``, which a UsageError states.
 
         Raises:
             UsageError: the table has no such name; the error proposes the nearest.
@@ -191,9 +191,10 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Base class of the options of ``--strategy``; a dataclass for each strategy overrides what differs from defaults.
+    """Base class of the dataclasses that hold a strategy's options, as parsed from ``--strategy``.
 
-    The methods and properties say what follows from the options, such as sizes of the device mesh's dimensions.
+    Methods and properties derive facts from the options, such as sizes of the device mesh's dimensions. Those of this
+    class hold for a strategy without options; subclasses override them.
     """
 
     def capabilities(self) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class StrategyOptions:
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the strategy's options conflict with the device mesh, the devices or ``torch.compile``.
 
-        Called before any rank starts. The base class checks nothing; each strategy's options override the method.
+        Called before any rank starts. The base class checks nothing.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

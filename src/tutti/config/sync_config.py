@@ -206,7 +206,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the capabilities that depend on options, of a strategy whose replicas span several devices each.
+        """Return the strategy's capabilities that depend on the option ``shards``, by name of the capability.
 
         Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``config/strategy_table.py``; the
         returned values replace those that the table has for the strategy.
@@ -370,12 +370,13 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what parameter servers with these options can do, by field of ``strategy_table.Strategy``.
+        """Return the capabilities of parameter servers that depend on these options, by name of the capability.
 
-        Called when ``--strategy`` is parsed; the values replace those of the table of strategies. ``reproducible``:
-        same bits on any number of ranks; ``shared_weights``: logical workers (shares of the global batch) hold the same
-        weights at any time; ``averages``: ranks see the same parameters after an update; ``single_update``: all workers
-        make one update together.
+        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``config/strategy_table.py``, and the
+        returned values replace the strategy's values there. ``reproducible``: same bits on any number of ranks;
+        ``shared_weights``: logical workers (shares of the global batch) hold the same weights at any time;
+        ``averages``: ranks see the same parameters after an update; ``single_update``: all workers make one update
+        together.
 
         Returns:
             For ``mode=sync`` an empty dict; with backup workers, whose steps leave out stragglers, ``reproducible``,

@@ -119,8 +119,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise UsageError if a ``TUTTI_*`` variable is unknown, naming the nearest, or has a value that is not permitted.
 
     Args:
-        environ: the environment, such as ``os.environ``. Not checked are variables without the prefix, and those that
-            Kubernetes sets for a service named ``tutti-…``.
+        environ: the environment, such as ``os.environ``. Variables without the prefix are not checked, nor are the
+            variables that Kubernetes sets for a service named ``tutti-…``.
 
     >>> check_variables({"TUTTI_BATHSIZE": "3"})
     Traceback (most recent call last):

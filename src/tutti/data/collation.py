@@ -154,8 +154,8 @@ def unreadable_sample(what: str, name: str, error: Exception) -> DataError:
     """Return the error for a sample that the user's data set could not read; it names the line of the user's code.
 
     Args:
-        what: which sample, such as ``cannot read sample 7``.
-        name: the data set.
+        what: the failure as the error states it first, such as ``cannot read sample 7``.
+        name: name of the data set.
         error: the exception that the data set raised, whose type and text the error states.
 
     Returns:

@@ -24,13 +24,13 @@ bytes, and for 8 bytes the precision to which runs on any number of devices agre
 
 
 class SampleSketch(NamedTuple):
-    """What ranks compare of a sample: a digest, and sums of its floats, which may be rounded differently on each host.
+    """Digest of a sample and sums of its floats, by which ranks compare samples up to rounding of the floats.
 
     Attributes:
         digest: digest of the sample.
         exact: digest of its structure, types and values, without the values of finite floats.
         sums: float64 (sums,), sums over floats with fixed signs: up to 256 for each tensor or array.
-        slack: float64 (sums,), by how much rounding may change each sum.
+        slack: float64 (sums,), largest change of each sum by rounding.
     """
 
     digest: str
@@ -49,12 +49,12 @@ class SampleSketch(NamedTuple):
         return bool(((self.sums - other.sums).abs() <= self.slack + other.slack).all())
 
     def as_json(self) -> Any:
-        """Return the sketch as a JSON value."""
+        """Return the sketch of a sample as a JSON value, a list, from which ``of_json`` makes it again."""
         return [self.digest, self.exact, self.sums.tolist(), self.slack.tolist()]
 
     @classmethod
     def of_json(cls, value: Any) -> SampleSketch:
-        """Return the sketch of which ``value`` is the JSON value.
+        """Make the sketch of a sample from the JSON value that ``as_json`` has returned.
 
         Args:
             value: a result of ``as_json``.
@@ -87,7 +87,7 @@ def sketch(sample: Any) -> SampleSketch:
     """Return the sketch of a sample, by which two samples can be compared up to rounding of their floats.
 
     Args:
-        sample: as of ``digest``.
+        sample: a sample of a data set, of any nesting of tensors, arrays, numbers and texts.
 
     >>> one, third = torch.ones(3), torch.full((3,), 1 / 3)
     >>> sketch([1, third * 3 + 2]).is_close(sketch([1, one + 2]))

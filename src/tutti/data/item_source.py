@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class ItemSource:
-    """Gives any map-style data set the interface of a ``tutti.data.Source``, which fetches samples as batches.
+    """Wrapper of any map-style data set as a ``tutti.data.Source``, which fetches samples as batches.
 
     Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators, or with generators that
     the data set keeps) are keyed by (seed, epoch, sample): they do not depend on the rank, the loader process or the
@@ -81,18 +81,19 @@ class ItemSource:
             return self._collate(samples, indices, key)
 
     def check_repeats(self, index: int, augment: AugmentKey, other: int) -> None:
-        """Read an item twice with the same draws, and check that it is equal both times. Not collective.
+        """Read an item twice with equally seeded random draws, and check that both reads are equal. Not collective.
 
-        If the first read alone has drawn, another item is read twice, too: a data set may make what it needs by its
-        first read.
+        If only the first of both reads has drawn random numbers, item ``other`` is read twice, too: a data set may draw
+        once for all items, as in a lazy initialisation, but not once for each item.
 
         Args:
-            index: of the item.
-            augment: seed and epoch of its draws.
+            index: index of the item.
+            augment: seed and epoch of the random draws.
             other: index of another item.
 
         Raises:
-            UsageError: the items differ, or each keeps what its first read has drawn.
+            UsageError: the two reads of the item differ; or the first read of each of the two items draws random
+                numbers which the data set keeps for later reads.
         """
         first = self._seeded(lambda: self._digest(index, augment))
         again = self._digest(index, augment)
@@ -120,16 +121,16 @@ class ItemSource:
         return "", ()
 
     def sketch_items(self, indices: NDArray[np.int64], augment: AugmentKey) -> SampleSketch:
-        """Return a sketch of items, to compare the data sets of ranks. Not collective.
+        """Return the sketch of a list of items, by which ranks compare their data sets. Not collective.
 
-        Tensors, arrays and numbers count, and strings in items without these alone: paths may belong to a rank.
+        Texts in the items are left out, because a path may differ between ranks, unless the items hold only texts.
 
         Args:
             indices: int64 (samples,), indices for the data set's ``__getitem__``.
             augment: seed and epoch of the random draws.
 
         Returns:
-            The sketch; that of an empty list if an item cannot be read.
+            The sketch; if an item cannot be read, the sketch of an empty list.
         """
         with own_generators(), self._kept.restored(), suppress(DataError):
             leaves = tree_leaves(self._seeded(lambda: self._read_each(indices, augment)))
@@ -171,7 +172,7 @@ class ItemSource:
 
 
 class CollatedSource(ItemSource):
-    """Gives a map-style data set the interface of a ``tutti.data.Source``, with batches made by the script's function.
+    """Wrapper of a map-style data set as a ``tutti.data.Source``, whose batches the script's collate function makes.
 
     The function is called with the samples of one micro-batch. Its random draws are keyed by (seed, epoch, first
     sample), so that the batch does not depend on the rank or the loader process.

@@ -52,7 +52,7 @@ def hash64(*keys: Key) -> NDArray[np.uint64]:
 
 
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) from the 53 highest of 64 random bits: ⌊bits / 2¹¹⌋ · 2⁻⁵³.
+    """Convert 64 random bits each to a number in [0, 1), by the 53 highest of the bits: ⌊bits / 2¹¹⌋ · 2⁻⁵³.
 
     Args:
         bits: uint64 of any shape, such as a result of ``hash64``.

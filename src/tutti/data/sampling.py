@@ -29,7 +29,7 @@ LONGEST_EPOCH = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """A data set, and how its samples become global batches.
+    """A data set with its batching options: batch size, order of samples, collate function and loader processes.
 
     Attributes:
         dataset: the data set, map-style or iterable.

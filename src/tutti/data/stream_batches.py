@@ -23,8 +23,8 @@ class StreamBatch(NamedTuple):
     """A global batch of an iterable data set, as one rank has read it; the rank keeps only its own samples.
 
     Attributes:
-        number: index of the batch in the epoch; with loader processes, which end one after the other, numbers are left
-            out.
+        number: index of the batch in the epoch. Loader process i of k makes batches i, i + k, i + 2k, …, so that the
+            indices of a process whose samples have ended are left out.
         samples: samples in the global batch; 0 if the epoch has none.
         read: samples of the epoch up to the end of this batch.
         kept: the rank's own samples, as ``StreamReading.keep`` returned them.
@@ -46,8 +46,8 @@ class StreamBatch(NamedTuple):
 class StreamReading:
     """One reading of an epoch of an iterable data set, as global batches of which this rank keeps its own samples.
 
-    With k loader processes, batch n is made by process n mod k of the samples that the data set yields in it, as a
-    PyTorch ``DataLoader`` does; processes whose samples have ended are left out. The processes are forked for each
+    As in a PyTorch ``DataLoader`` with k processes, process n mod k makes batch n, from the samples that the data set
+    yields in that process; processes whose samples have ended are passed over. The processes are forked for each
     reading, so that an epoch does not depend on earlier ones.
 
     Attributes:

@@ -89,8 +89,8 @@ def make_transfer(device: torch.device, data: object) -> Transfer | None:
     Returns:
         A ``Transfer``, whose ``parts`` yields the copies. None on the CPU and on an Apple GPU (``mps``); for iterable
         data sets, whose data position must not run ahead of the step; and for data with a ``collate_fn`` of the script,
-        whose batches may hold objects that do not say which stream uses their memory. The caller then copies each batch
-        when the step needs the batch.
+        whose batches may hold objects without ``record_stream``. The caller then copies each batch right before its
+        step.
     """
     return Transfer(device) if pins_memory(device) and not isinstance(data, Stream | CollatedSource) else None
 

@@ -114,7 +114,7 @@ def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tupl
 
 
 def restore_learning_rates(before: Iterable[tuple[Group, Any]]) -> None:
-    """Set the learning rates of parameter groups back to what they were before ``multiply_learning_rates``.
+    """Set the learning rates of parameter groups back to their values before ``multiply_learning_rates``.
 
     Args:
         before: (group, its learning rate) pairs, the result of ``multiply_learning_rates``.
