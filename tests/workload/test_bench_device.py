@@ -31,7 +31,9 @@ def test_no_larger_call_follows_a_long_one(seconds: float, sizes: int, monkeypat
 def test_of_several_rounds_the_fastest_counts_at_each_size() -> None:
     rounds = [Findings(show=False) for _ in range(2)]
     for each, seconds in zip(rounds, ((1.0, 9.0), (5.0, 2.0)), strict=True):
-        each.draw("device/copy", "byte", [curve_point(size, [s] * 3) for size, s in zip((1, 4), seconds, strict=True)])
+        each.add_curve(
+            "device/copy", "byte", [curve_point(size, [s] * 3) for size, s in zip((1, 4), seconds, strict=True)]
+        )
         each.add("device/operation/seconds", "s", [seconds[0]])
     found = Findings(show=False)
     fastest(rounds, lambda name: f"shared/{name}/2", found)

@@ -22,7 +22,9 @@ _SMALL_SET = 1000
 
 
 def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
-    """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it; else, or without a rule, None.
+    """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it.
+
+    None if the rate is not far from the usual one, or the optimizer has no rule for it.
 
     The usual rate is (1 - momentum) · batch / 256 for ``sgd`` and 0.001 · √(batch / 256) for Adam, where a batch below
     256 counts as 256. A rate is far from it if it is more than 30 times the usual rate. For ``sgd`` with a batch of
@@ -80,7 +82,7 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
     Args:
         digests: a hash of each worker's first samples, in the order of workers; None, for a worker whose samples are
-            too few or too alike to compare (``tells``), is in no pair.
+            too few or too alike (``rules_out_coincidence``), is in no pair.
 
     Returns:
         A list of pairs (first, later), indices in ``digests``; a worker is paired with the first worker of its digest
@@ -101,18 +103,18 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
     return found
 
 
-def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether a sequence of samples is long and varied enough that an equal second one is no coincidence.
+def rules_out_coincidence(samples: Sequence[str], least: int) -> bool:
+    """Return whether samples are so many and so varied that an equal sequence on another worker is no coincidence.
 
-    Called before two logical workers (fixed shares of the global batch) are said to train on the same data. True if
-    there are at least ``least`` samples, and if the number of different ones is more than half of all.
+    True if there are at least ``least`` samples, and more than half of them are different. Called before a diagnosis
+    that two logical workers (fixed shares of the global batch) train on the same data.
 
     Args:
         samples: a hash of each sample, in the order in which a worker has seen them.
         least: smallest number of samples that is enough.
 
-    >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
-    (True, False, False)
+    >>> [rules_out_coincidence(samples, 8) for samples in ("abcdefgh", "abcd", "abababab")]
+    [True, False, False]
     """
     return len(samples) >= least and len(set(samples)) > len(samples) / 2
 

@@ -224,7 +224,7 @@ def _elementwise(device: torch.device, powers: range, found: Findings, seconds: 
         make = partial(_kept, call, tensors, 2**power // 4 // width, width, results, device)
         _add_point(points[name], make, device, seconds, results)
     for name, measured in points.items():
-        found.draw(f"device/{name}", "byte", measured)
+        found.add_curve(f"device/{name}", "byte", measured)
 
 
 def _copies(device: torch.device, powers: range, found: Findings, seconds: float) -> None:
@@ -234,7 +234,7 @@ def _copies(device: torch.device, powers: range, found: Findings, seconds: float
         results = 1 if is_accelerator(device) else max(1, min(_BEYOND_CACHES >> power, _MOST_KEPT))
         if not _add_point(points, partial(_copy, 2**power, results, device), device, seconds, results):
             break
-    found.draw("device/copy", "byte", points)
+    found.add_curve("device/copy", "byte", points)
 
 
 def _kept(
@@ -294,7 +294,7 @@ def _updates(device: torch.device, found: Findings, seconds: float, begin: Calla
         begin()
         sizes = _shapes(device).parameters
         points = [curve_point(2**p, time_calls(_update(text, 1, 2**p, device), device, seconds)) for p in sizes]
-        found.draw(name, "parameter", points)
+        found.add_curve(name, "parameter", points)
         one, many = (statistics.median(time_calls(_update(text, n, 1, device), device, seconds)) for n in (1, _TENSORS))
         found.add(f"{name}/tensor", "s", [max(0.0, many - one) / (_TENSORS - 1)])
 
@@ -342,7 +342,7 @@ def _draw(
     for make in works:
         if not _add_point(points, make, device, seconds, results):
             break
-    found.draw(name, "FLOP", points)
+    found.add_curve(name, "FLOP", points)
 
 
 def _add_point(

@@ -86,7 +86,7 @@ def bench_collectives(
             curve_point(size, _together(group, makers[name](size // 4), 30 if size < 2**20 else 8, world.device))
             for size in sizes
         ]
-        found.draw(f"collectives/{name}/{ranks}", "byte", points)
+        found.add_curve(f"collectives/{name}/{ranks}", "byte", points)
 
 
 def bench_shared(world: World, found: Findings) -> None:
@@ -217,7 +217,7 @@ def _draw(line: Communicator, name: str, points: list[CurvePoint], sender: int, 
     values = torch.tensor([[p.size, p.seconds, p.spread, p.n] for p in points], dtype=torch.float64)
     line.broadcast(values, sender, "messages of a pair")
     known = [CurvePoint(size, seconds, spread, int(n)) for size, seconds, spread, n in values.tolist()]
-    found.draw_link(name, known)
+    found.add_link_curve(name, known)
 
 
 _Messages = Callable[[Communicator, int, Tensor, Tensor], float]

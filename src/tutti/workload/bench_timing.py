@@ -50,7 +50,7 @@ class Findings:
         )
         self._say(f"{name}: {figure.value:.4g} {unit} (n = {figure.n})")
 
-    def draw(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
+    def add_curve(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
         """Add a curve of seconds over size to the measurements of a machine: the points, and a line fitted to them.
 
         A curve of the same name is replaced. If ``show`` is set, rate and fixed seconds are printed to standard error.
@@ -63,7 +63,7 @@ class Findings:
         curve = self.curves[name] = fit_line(unit, points)
         self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
 
-    def draw_link(self, name: str, points: Sequence[CurvePoint]) -> None:
+    def add_link_curve(self, name: str, points: Sequence[CurvePoint]) -> None:
         """Add a curve of a link's seconds over bytes to the measurements of a machine: the points, latency and rate.
 
         ``fit_link`` computes latency and rate: the rate from large messages, the latency from the smallest message. A
@@ -110,20 +110,19 @@ def fastest(rounds: Sequence[Findings], name: Callable[[str], str], found: Findi
         points = [point for each in rounds for point in each.curves[curve].points]
         sizes = dict.fromkeys(point.size for point in points)
         best = [min((p for p in points if p.size == size), key=lambda point: point.seconds) for size in sizes]
-        found.draw(name(curve), first.unit, best)
+        found.add_curve(name(curve), first.unit, best)
     for figure in rounds[0].figures:
         found.figures[name(figure)] = min((each.figures[figure] for each in rounds), key=lambda one: one.value)
 
 
 def time_calls(call: Callable[[], object], device: torch.device, seconds: float = 0.15, calls: int = 1) -> list[float]:
-    """Measure how long a call takes, repeatedly, after two calls that do not count.
+    """Measure the seconds of a call several times, after two calls that warm up.
 
     Args:
         call: function that is timed.
         device: device whose kernels each measurement waits for.
-        seconds: time after which no further measurement begins; at least 5 and at most 100 measurements are made in any
-            case.
-        calls: calls in one measurement, for a call that is short beside the clock's resolution.
+        seconds: time after which no further measurement begins. At least 5 and at most 100 measurements are made.
+        calls: number of calls in one measurement, above 1 for a call that is short beside the clock's resolution.
 
     Returns:
         Seconds of one call, for each measurement.

@@ -211,7 +211,7 @@ class Checks:
         contract, comm = self._run.feed.contract, self._run.context.comms.replica
         table = torch.zeros(len(contract.mine(0)), 2, dtype=torch.int64)
         for row, seen in zip(table, self._first.values(), strict=False):
-            key = _number(digest(seen)) if suspicion.tells(seen, _SAMPLES) else 0
+            key = _number(digest(seen)) if suspicion.rules_out_coincidence(seen, _SAMPLES) else 0
             row.copy_(torch.tensor([len(seen) >= _SAMPLES, key]))
         enough, keys, where = True, [], []
         tables = comm.all_gather(table, "digests of the first samples")
