@@ -218,7 +218,7 @@ def _micro_batches(base: TrainConfig, multiple: int) -> dict[str, Any]:
 
 
 def prepare_branch(point: BranchPoint, trial: Trial) -> None:
-    """Make the directory of a run that continues a checkpoint at another batch size, so that ``run_trial`` resumes it.
+    """Make the run directory of a branch, from which ``run_trial`` then continues a checkpoint at another batch size.
 
     The directory gets the run's configuration and a copy of the checkpoint. Nothing happens where it has a checkpoint
     already.

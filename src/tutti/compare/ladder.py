@@ -31,7 +31,7 @@ class Rung:
     Attributes:
         name: name in the table.
         parent: name of the rung whose configuration this one changes; None for the first.
-        cause: what the changed options stand for, in words, to explain a change of accuracy.
+        cause: common name of the changed options, in words, as the cause of a change of accuracy.
         changes: the options that differ from the parent's, by name; of the first rung those that it states itself.
         config: the whole configuration.
     """
@@ -69,7 +69,7 @@ class Ladder:
 
         Returns:
             The rung with its ``name``, the name of the rung that it changes (``parent``), the changed options
-            (``changes``), what they stand for in words (``cause``), and the whole configuration (``config``).
+            (``changes``), their common name as a cause (``cause``), and the whole configuration (``config``).
 
         Raises:
             StopIteration: no rung has this name.

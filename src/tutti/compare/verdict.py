@@ -140,7 +140,7 @@ class Effect:
         name: name of the rung.
         cause: the cause that the change isolates, in words.
         parent: name of the parent.
-        gain: by how much the mean of the metric over the seeds is better than the parent's; negative if it is worse.
+        gain: difference to the parent's mean of the metric over the seeds; positive if better, negative if worse.
         noise: difference that seeds alone make: the larger spread of the two rungs.
         share: gain ÷ drop of the metric from the first to the naive rung; None without a drop, for the naive rung, and
             for rungs that are no recipes (``like_with_like.recipes``: rungs at another scale than the first).
@@ -274,12 +274,12 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
 
 
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
-    """Return whether some recipe is as good as its baseline and as the first rung: its mean of the metric is not worse.
+    """Return whether a recipe of the ladder is at least as good as its baseline and as the first rung.
 
     A recipe (``like_with_like.recipes``) is a rung at another scale (logical workers, batch size) than the first; its
     baseline has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes are all rungs
-    but the first, and a recipe that differs from the first in at most one option has the first as its baseline. Means
-    are over the seeds.
+    but the first, and a recipe that differs from the first in at most one option has the first as its baseline.
+    Compared are means of the metric over the seeds.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).

@@ -36,7 +36,7 @@ class FittedWeights(NamedTuple):
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
-        """Return one line of text on how a model differs from the weights that it starts from; empty if not at all.
+        """Return one line of text on the differences between a model and its initial weights; empty without any.
 
         The line counts the tensors of each kind (new, unused, reshaped) and names at most four of each.
 

@@ -105,7 +105,7 @@ def parse_loggers(text: str) -> tuple[LoggerOptions, ...]:
     """Parse ``--logger``, one or several ``name:key=value,…`` that are joined by ``+``.
 
     Args:
-        text: such as ``wandb:project=mine,mode=offline`` or ``wandb+mlflow:uri=sqlite:///runs.db``.
+        text: the option, such as ``wandb:project=mine,mode=offline`` or ``wandb+mlflow:uri=sqlite:///runs.db``.
 
     Returns:
         The options of each logger, in order, such as ``WandbOptions``.

@@ -131,7 +131,7 @@ def check_rule(text: str) -> NoRule:
 
 
 def usual_rule(optimizer: OptimizerConfig) -> Literal["linear", "sqrt"]:
-    """Return the name of the learning-rate rule that is assumed for an optimizer whose rate was tuned at one batch.
+    """Return the name of the usual rule by which an optimizer's learning rate follows the batch size.
 
     The name is one of ``--lr-scale``: ``linear`` for SGD (Goyal et al. 2017, arXiv 1706.02677), ``sqrt`` for all other
     optimizers, such as Adam (Malladi et al. 2022, arXiv 2205.10287).

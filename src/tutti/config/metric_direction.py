@@ -81,11 +81,11 @@ class Metric:
 
     @property
     def direction(self) -> Direction:
-        """Text that says which values of this held-out metric are better: ``higher`` or ``lower``."""
+        """Better direction of this held-out metric, as text: ``higher`` or ``lower``."""
         return "higher" if self.higher else "lower"
 
     def gain(self, before: float, after: float) -> float:
-        """Return by how much the metric's value ``after`` is better than ``before``; negative if it is worse.
+        """Return the improvement of the metric from ``before`` to ``after``; negative if ``after`` is worse.
 
         Args:
             before: an earlier value of the metric.

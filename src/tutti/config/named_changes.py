@@ -17,7 +17,7 @@ CHANGEABLE = (*BETWEEN_EPOCHS, "schedule", "clip", "lr_scale")
 
 @dataclass(frozen=True)
 class NamedChanges:
-    """Settings that may differ between a checkpoint and the run that resumes it, from ``--change``.
+    """Settings in which a resumed run may differ from its checkpoint, from ``--change``.
 
     Attributes:
         names: names of these settings, such as ``lr`` and ``batch_size``.

@@ -116,12 +116,12 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
-    """Check that a TOML value has the type of its option, and return it, with a whole number converted to that type.
+    """Check that a TOML value has the type of its option, and return it in this type.
 
-    A whole number may stand for a float or a text.
+    A whole number may stand for a float or a text, to which it is converted.
 
     Args:
-        value: as the TOML parser returned it.
+        value: the value, as the TOML parser has returned it.
         hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal, or one of these and None.
         where: file and key, which a UsageError states.
 
@@ -195,10 +195,10 @@ def _parameter(field: dataclasses.Field[Any], group: Group, text: str, variables
 
 
 def flag_table(without: Collection[str] = (), variables: str | None = "TUTTI_") -> Any:
-    """Make the type of the parameter by which a ``cyclopts`` command takes all options of ``tutti train``.
+    """Make a TypedDict of all options of ``tutti train``, the type of a parameter of ``cyclopts`` commands.
 
-    It is a TypedDict with an optional key for each field of ``TrainConfig``, annotated with help text, group and
-    variable. A key is present only if its flag or its variable is given.
+    It has an optional key for each field of ``TrainConfig``, annotated with the option's help text, its group in the
+    help and its environment variable. At run time a key is present only if its flag or its variable is given.
 
     Args:
         without: fields of ``TrainConfig`` that the type leaves out.

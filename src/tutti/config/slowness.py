@@ -18,7 +18,7 @@ class Slowness:
 
     Attributes:
         rank, worker: numbers of the delayed ranks, or of the delayed logical workers; exactly one of the two is given.
-        factor: how many times as long forward and backward take, measured in CPU time.
+        factor: factor on the seconds of forward and backward, which are measured in CPU time.
         ms: milliseconds by which each logical worker that is named, or that a named rank computes, is delayed in each
             step.
 
@@ -46,7 +46,7 @@ class Slowness:
 
         Args:
             text: the delays, separated by ``;``. Keys of each: ``rank`` or ``worker``, numbers joined by ``+``;
-                ``factor``, how many times as long forward and backward take; ``ms``, milliseconds a worker and step.
+                ``factor``, on the seconds of forward and backward; ``ms``, milliseconds for each worker and step.
             option: name of the option, which a UsageError states.
 
         Returns:

@@ -514,7 +514,7 @@ class TrainConfig:
         """The simulated delays of ranks or logical workers, from ``--slow``; empty without it.
 
         A logical worker is a fixed share of the global batch. Each ``Slowness`` has the numbers of the delayed ranks
-        (``rank``) or logical workers (``worker``), ``factor`` (how many times as long they compute) and ``ms``
+        (``rank``) or logical workers (``worker``), ``factor`` (on the seconds of their computing) and ``ms``
         (milliseconds added in each step). Raises UsageError if the text is malformed.
         """
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)

@@ -32,9 +32,9 @@ def adapt_training(
             ``Sharded(iterable)`` where the iterable differs between data ranks; or a function without arguments that
             returns an iterable.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
-        drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
-        processes: for a stream, loader processes of each rank, over which the data set divides its samples; has no
-            effect for a ``Sharded``.
+        drop_last: whether an epoch ends before a batch that would be smaller than the others; for a stream only.
+        processes: number of loader processes of each rank, over which a stream divides its samples; for a stream only,
+            and without effect for a ``Sharded``.
 
     Returns:
         A ``Source``, whose ``fetch`` returns the samples of given indices as one batch, for everything with a length

@@ -27,8 +27,8 @@ class CollatedBatch:
     It is no tensor and no sequence: an index or an iteration raises UsageError.
 
     Attributes:
-        parts: for each micro-batch the batch that ``collate_fn`` returned, of any type, sorted by logical worker (fixed
-            share of the global batch).
+        parts: results of ``collate_fn``, of any type, one for each micro-batch, sorted by logical worker (fixed share
+            of the global batch).
         sizes: number of samples of each micro-batch.
     """
 

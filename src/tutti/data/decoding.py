@@ -82,10 +82,10 @@ def resolved_folder(data: str) -> Path:
 
 
 def check_pillow() -> None:
-    """Check that Pillow is installed, which decodes images. Loads it.
+    """Check that Pillow, the package that decodes images, is installed, by importing it.
 
     Raises:
-        DataError: it is not installed.
+        DataError: Pillow is not installed.
     """
     try:
         import PIL.Image  # noqa: F401

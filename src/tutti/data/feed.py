@@ -261,7 +261,7 @@ class HeldOut:
 
     Attributes:
         source: map-style data set that holds the samples.
-        blocks: for each block the indices of its samples in ``source``, int64 (samples,).
+        blocks: indices in ``source`` of the samples of each block, int64 (samples,).
     """
 
     source: Source

@@ -27,10 +27,10 @@ _CALLED = ("__getitem__", "__getitems__", "__call__", "__iter__")
 
 
 class KeptGenerators:
-    """Finds and seeds generators of Python, NumPy and PyTorch in the objects and functions that make a sample.
+    """Finds and seeds the random generators (Python's, NumPy's, PyTorch's) that a data set or its functions hold.
 
-    A data set's own generator advances with every sample that is read. On several devices each reads other samples, so
-    that the draws would depend on the number of devices. The caller calls ``look``, and then, within ``restored``,
+    Such a generator advances with every sample that is read. Each device reads other samples, so that the draws would
+    depend on the number of devices. The caller calls ``look``, and then, within ``restored``,
     ``seed`` with a key of each sample before the data set makes the sample. Not collective.
 
     Args:

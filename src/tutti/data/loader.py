@@ -48,7 +48,7 @@ Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 
 
 class BatchMaker(Protocol):
-    """Protocol of an object that makes batches one by one: its ``fetch`` returns the batch that the arguments describe.
+    """Protocol of an object that makes batches one by one, each by a call of its ``fetch``.
 
     Implemented by a map-style data set (``Source``) and by the reader of an iterable data set.
     """

@@ -348,7 +348,7 @@ class MapReader:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header about how a map-style data set is read.
+        """Return a line for the run's header on the loader processes of the map-style data set.
 
         Returns:
             ``{"data workers": text}`` with the number of loader processes of a device; empty if there are none.

@@ -202,7 +202,7 @@ class Cursor:
         stream: the iterable data set.
         epoch: from 0.
         key: integer that seeds the random draws.
-        items: what ``Stream.open`` has returned for the epoch; None to open the data set.
+        items: the iterable that ``Stream.open`` has returned for the epoch; None to open the data set here.
 
     Attributes:
         number: number of samples taken or skipped so far; samples that were only looked at by ``peek`` do not count.

@@ -193,7 +193,7 @@ class ReplicatedStream:
         self._loaded = at, told.get(_OWN)
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header about how an iterable data set is read that is the same on all ranks.
+        """Return lines for the run's header on the order and the loader processes of the iterable data set.
 
         Returns:
             The text of each line by its label: ``order``, which says that samples come in the data set's own order; and
@@ -322,7 +322,7 @@ class ShardedStream:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header about how an iterable data set is read that differs between data ranks.
+        """Return lines for the run's header on the order and the resume of a data set that shards itself.
 
         Returns:
             The text of each line by its label: ``order``, which says that results depend on the number of devices, and

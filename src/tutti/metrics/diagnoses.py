@@ -11,18 +11,18 @@ from tutti.python_compat import calling_frame
 
 
 class DiagnosisWarning(UserWarning):
-    """Warning that a run looks like one of the classic mistakes of distributed training, whose name begins the text.
+    """Warning of a classic mistake of distributed training in a run; its text begins with the mistake's name.
 
     ``warnings.filterwarnings("ignore", "same-data")`` silences the mistake ``same-data``, and so for other names.
     """
 
 
 class Classic(NamedTuple):
-    """Texts on a classic mistake in distributed training: why it costs accuracy, and the remedy, both in a sentence.
+    """Texts on a classic mistake in distributed training: its effect and its remedy.
 
     Attributes:
-        why: why the mistake costs accuracy.
-        remedy: what to change.
+        why: sentence on the reason why the mistake costs accuracy.
+        remedy: sentence on the change that corrects it.
     """
 
     why: str

@@ -50,7 +50,7 @@ class Goodput:
             were measured.
         steps: number of steps whose work was kept; steps that are repeated after a resume count once, skipped ones not.
         attempts: number of starts of the run.
-        notes: sentences on what the records do not tell.
+        notes: sentences on gaps in the records.
     """
 
     elapsed: float
@@ -64,11 +64,10 @@ class Goodput:
     def fraction(self) -> float:
         """Goodput of the run, 0 to 1: productive seconds divided by elapsed seconds; 0 for an elapsed time of 0.
 
-        Productive are the seconds of steps whose work was kept (no restart has repeated them, and the update was not
-        skipped for a gradient that is not finite), less waits for data,
-        less what a step of more than 1.5 times the median took longer than the median, and less the idle time of
-        devices (mean over devices) where it is known; idle time that was not measured counts as productive. Elapsed are
-        the seconds from the launch of the run to its end, restarts included.
+        Productive are the seconds of steps whose work was kept: no restart has repeated them, and the update was not
+        skipped for a gradient that is not finite. Subtracted are waits for data, the excess over the median of steps
+        longer than 1.5 times the median, and the idle time of devices (mean over devices) as far as it was measured.
+        Elapsed are the seconds from the launch of the run to its end, restarts included.
         """
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
@@ -76,8 +75,8 @@ class Goodput:
         """Return the JSON object of ``tutti goodput --json``.
 
         Keys: ``goodput`` (0 to 1), ``elapsed_seconds``, ``productive_seconds``, ``lost_seconds`` (by cause, such as
-        ``data``), ``steps`` (whose work was kept), ``attempts`` (starts of the run) and ``notes`` (sentences on what
-        the records do not tell).
+        ``data``), ``steps`` (whose work was kept), ``attempts`` (starts of the run) and ``notes`` (sentences on gaps in
+        the records).
         """
         return {
             "goodput": self.fraction,
@@ -182,23 +181,23 @@ def measured_goodput(
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell). The causes:
+        gaps in the records). The causes:
 
-        - ``start``: from the launch to the first step, and what this step took more than the median step.
+        - ``start``: from the launch to the first step, and the excess of this step over the median step.
         - ``data``: waits for batches.
         - ``evaluation``: evaluations on held-out samples.
         - ``save``: waits for checkpoints and traces, and the time after the last record.
         - ``failure``: steps that a failure has undone, and the time from the failure to the next start.
         - ``stopped``: from a stop that undid no step to the next start.
-        - ``restart``: from a later start to its first step, and what this step took more than the median step.
+        - ``restart``: from a later start to its first step, and the excess of this step over the median step.
         - ``skipped steps``: steps whose update was skipped because a gradient was not finite, as far as they have no
           other cause above.
-        - ``slow steps``: what steps of more than 1.5 times the median took more than the median.
-        - ``bubble``: of the time of steps that is left then, the idle fraction of the pipeline's schedule (``bubble``
-          in the records), for equal stages and backwards that take twice a forward.
-        - ``straggler``: of the same time, the part of ``idle`` that exceeds the bubble.
+        - ``slow steps``: the excess over the median of steps longer than 1.5 times the median.
+        - ``bubble``: the idle fraction of the pipeline's schedule (``bubble`` in the records, for equal stages and
+          backwards that take twice a forward), times the seconds of steps that have no cause above.
+        - ``straggler``: the part of ``idle`` that exceeds the bubble, times the same seconds.
 
-        The median is over steps of as many samples, of which there must be five; otherwise no step exceeds it.
+        The median is taken over at least five steps of equally many samples; with fewer, no step exceeds it.
 
     Raises:
         UsageError: no step is recorded, or the records have no times.
@@ -283,7 +282,7 @@ def run_goodput(path: Path) -> Goodput:
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
+        gaps in the records). Causes are ``start`` (until the first step), ``data`` (waits for batches),
         ``evaluation``, ``save``, ``failure`` (steps undone by it, and the time until the next start), ``stopped``
         (from a stop that undid no step to the next start), ``restart`` (from a later start to its first step),
         ``skipped steps`` (a gradient was not finite), ``slow steps`` (their excess over the median), ``straggler``

@@ -33,7 +33,7 @@ def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
     listener prints nothing; warnings are in ``metrics.jsonl``.
 
     Args:
-        stream: where to print, such as standard error.
+        stream: text stream to print to, such as standard error.
         config: the run's configuration, whose ``log_every`` is the number of steps between plain lines.
 
     Returns:
@@ -53,7 +53,7 @@ class PlainLines:
     stream that breaks (a closed pipe, a lost terminal) ends the output, not the run.
 
     Args:
-        stream: where to print, such as standard error.
+        stream: text stream to print to, such as standard error.
         log_every: number of steps between lines.
     """
 

@@ -58,8 +58,8 @@ def resolve_waits(rows: Sequence[Row], ranks: Sequence[int] | None = None) -> li
     time of its entry is unknown, and the whole wait of the other ranks counts as idle.
 
     Args:
-        rows: for each rank in order its ``TimelineSegment``s, on one clock: intervals of time in one phase of training,
-            such as ``forward`` or ``waiting`` (for a collective).
+        rows: the ``TimelineSegment``s of each rank, in order and on one clock: intervals of time in one phase of
+            training, such as ``forward`` or ``waiting`` (for a collective).
         ranks: the rank of each row, which differs from its index after ranks were lost; None for 0, 1, 2 ….
 
     Returns:
@@ -112,7 +112,7 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the start of the first and the end of the last segment of a timeline, in seconds.
 
     Args:
-        rows: for each device its ``TimelineSegment``s (intervals of time in one phase of training), on one clock.
+        rows: the ``TimelineSegment``s (intervals of time in one phase of training) of each device, on one clock.
 
     Returns:
         A pair (start, end) in seconds, on the clock of the segments.
@@ -130,8 +130,8 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Return each device's time by phase, as fractions of the time from the first to the last segment of all devices.
 
     Args:
-        rows: for each device its ``TimelineSegment``s (intervals of time in one phase of training, such as
-            ``forward``).
+        rows: the ``TimelineSegment``s (intervals of time in one phase of training, such as ``forward``) of each
+            device.
 
     Returns:
         A dict for each device: the fraction of each of its phases by name, and ``other``, that of the time outside all
@@ -160,7 +160,7 @@ def table(rows: Sequence[Row]) -> str:
     The last line is the mean share of time that devices spend outside forward and backward.
 
     Args:
-        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
+        rows: the ``TimelineSegment``s (intervals of time in one phase of training) of each rank, in order.
 
     Raises:
         ValueError: there are no segments.
@@ -184,7 +184,7 @@ def chrome(rows: Sequence[Row]) -> dict[str, Any]:
     Times in the trace are microseconds from the start of the first segment.
 
     Args:
-        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
+        rows: the ``TimelineSegment``s (intervals of time in one phase of training) of each rank, in order.
 
     Returns:
         A JSON object with the keys ``traceEvents`` (a list with an event for each segment, and one with each device's
@@ -243,7 +243,7 @@ def timeline_svg(rows: Sequence[Row], title: str) -> str:
     """Draw a timeline as an SVG document: one row a device, time to the right, phases by colour.
 
     Args:
-        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
+        rows: the ``TimelineSegment``s (intervals of time in one phase of training) of each rank, in order.
         title: text above the rows.
 
     Returns:

@@ -133,7 +133,7 @@ def _bring_state(optimizer: Optimizer) -> None:
 
 
 def check_fresh(optimizer: Optimizer) -> None:
-    """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
+    """Check that an optimizer has not stepped yet, because a copy that another process builds would lack its state.
 
     The function builds a new optimizer of the same class and options, and compares the states of both. An optimizer
     that ``built_alike`` can only copy, such as a Lookahead wrapper, always passes, because the copy has a copy of the

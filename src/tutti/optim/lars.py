@@ -29,7 +29,7 @@ class LARS(LayerWise):
         trust: trust coefficient τ.
         eps: ε in the denominator.
         nesterov: w ← w − (m·v + γ·ρ·(g + λw)).
-        denominator: that of ρ: ``sum_of_norms`` is ‖g‖ + λ‖w‖ + ε, ``norm_of_sum`` is ‖g + λw‖ + ε (optax).
+        denominator: denominator of ρ: ``sum_of_norms`` is ‖g‖ + λ‖w‖ + ε, ``norm_of_sum`` is ‖g + λw‖ + ε (optax).
         momentum_correction: v ← m·(γ ÷ γ before)·v + γ·ρ·(g + λw), which rescales a velocity from another rate (Goyal
             et al. 2017, arXiv 1706.02677, §3, remark 2). As long as γ is above 0 the steps are those of
             ``lr_in_momentum=False``.

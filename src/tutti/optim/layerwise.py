@@ -257,8 +257,8 @@ def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) 
     its parameter where they differ; the parameter's own ``.grad`` stays.
 
     Args:
-        rows: for each tensor of the step a ``TensorUpdate``: parameter, gradient, optimizer state and options.
-        kind: maps a ``TensorUpdate`` to a hashable key; those of one group have equal keys.
+        rows: a ``TensorUpdate`` (parameter, gradient, optimizer state and options) for each tensor of the step.
+        kind: function from a ``TensorUpdate`` to a hashable key, such as its options; a group has one key.
 
     Returns:
         One ``RowGroup`` for each pair of an implementation and a key, in the order of first appearance: its tensors as

@@ -53,10 +53,10 @@ def gradual(step: int, length: int, start: float) -> float:
 
 
 def momentum_correction(new: float, old: float) -> float:
-    """Return η_new / η_old, the factor on a velocity that includes the rate, for a step in which the rate changes.
+    """Return η_new / η_old, the factor on SGD's velocity when the learning rate changes from one step to the next.
 
-    Goyal et al. 2017, arXiv 1706.02677, §3, remark 2. If the rate is applied outside of the velocity
-    (``torch.optim.SGD``), there is nothing to correct.
+    It applies to a velocity v ← m·v + η·g, which includes the rate (Goyal et al. 2017, arXiv 1706.02677, §3, remark 2).
+    The velocity of ``torch.optim.SGD`` does not include the rate, and needs no correction.
 
     Args:
         new: learning rate η_new of this step.

@@ -68,7 +68,7 @@ class Mixing:
         tensors: whether a step on a subset of the tensors equals their step among all tensors.
         draws: whether a step draws from a global random generator: PyTorch's of the CPU, NumPy's or Python's.
         closure: whether ``step`` cannot be called without a closure.
-        untried: why the trial failed; None if it succeeded.
+        untried: reason why the trial failed; None if it succeeded.
         writes: names of the entries of parameter groups that steps change, such as an estimated learning rate.
         exchanges: whether ``step`` calls collectives of ``torch.distributed`` itself; then nothing else was tried.
     """

@@ -63,7 +63,7 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
 
 
 def refuse_exchanges(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose step calls collectives, where ranks do not make the same steps.
+    """Raise UsageError for an optimizer whose step calls collectives. Called if ranks do not make the same steps.
 
     Distributed versions of Muon divide their work over ranks by collectives, which every rank must call alike.
 
@@ -85,7 +85,7 @@ def refuse_exchanges(optimizer: Optimizer | None, mixing: Mixing) -> None:
 
 
 def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:
-    """Raise UsageError where an update depends on several tensors together and no rank has all of them.
+    """Raise UsageError for an optimizer that needs all tensors in one step, if they are divided over stages or ranks.
 
     Args:
         optimizer: this rank's optimizer, named in the error.
@@ -108,7 +108,7 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
 
 
 def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose steps change its parameter groups, if another optimizer object steps.
+    """Raise UsageError for an optimizer whose steps change its parameter groups. Called if a copy of it steps instead.
 
     Args:
         optimizer: this rank's optimizer, named in the error.
@@ -131,7 +131,7 @@ def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None
 
 
 def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors.
+    """Raise UsageError for an optimizer whose step needs a closure. Called if the step works on gathered tensors.
 
     Args:
         optimizer: this rank's optimizer, named in the error; None if this rank has no parameters.
@@ -149,14 +149,17 @@ def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
 
 
 def refuse_modules(optimizer: Optimizer, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer that could not be tried and holds modules, whose parameters its step may read.
+    """Raise UsageError for an optimizer whose trial failed and which has an ``nn.Module`` in one of its attributes.
+
+    Its step might read the module's parameters, which are not whole on any rank: the step gets gathered tensors of its
+    own.
 
     Args:
-        optimizer: this rank's optimizer, which steps on tensors that are gathered for their owner rank alone.
+        optimizer: this rank's optimizer.
         mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``), of which ``untried`` is read.
 
     Raises:
-        UsageError: the trial failed, and an attribute of the optimizer has a module.
+        UsageError: ``mixing.untried`` is set, and an attribute of the optimizer is or holds a module.
     """
     attributes = {} if mixing.untried is None else vars(optimizer)
     own = ("state", "param_groups", "defaults")

@@ -32,8 +32,9 @@ class Muon(Optimizer):
         params: named parameters (``model.named_parameters()``), parameters, or groups. Groups with ``adam`` True or
             False are taken as they are; other groups are split: AdamW gets tensors of at most one dimension and names
             that match ``adam_names`` (without names: tensors of at most one dimension).
-        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: of the matrices, as in ``torch.optim.Muon``.
-        adam_lr, adam_betas, adam_eps, adam_weight_decay: of the tensors that AdamW updates.
+        lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: options of the matrices' updates, as in
+            ``torch.optim.Muon``.
+        adam_lr, adam_betas, adam_eps, adam_weight_decay: options of AdamW's updates.
         adam_names: ``fnmatch`` patterns of the names of matrices that AdamW updates.
 
     Attributes:

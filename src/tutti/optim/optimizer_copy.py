@@ -51,9 +51,9 @@ class AbsentState(MutableMapping[Tensor, Any]):
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that another one holds in its attributes, such as that of a Lookahead wrapper.
+    """Return the inner optimizers of an optimizer, which are in its attributes, as in a Lookahead wrapper.
 
-    Lists, tuples and dicts in attributes are searched, and inner optimizers in turn.
+    Lists, tuples and dicts in attributes are searched, and so are the attributes of inner optimizers.
 
     Args:
         optimizer: the outer optimizer.

@@ -168,7 +168,7 @@ def cosine_between(begin: float, end: float, progress: float) -> float:
     Args:
         begin: value at progress 0.
         end: value at progress 1.
-        progress: from 0 to 1.
+        progress: fraction of the half period that has passed, from 0 to 1.
     """
     return end + (begin - end) / 2 * (1 + math.cos(math.pi * progress))
 

@@ -104,7 +104,7 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Combine optimizer factories into a factory of a ``SeveralOptimizers``, whose members all of them make.
+    """Combine optimizer factories into one factory, whose optimizer is a ``SeveralOptimizers`` of theirs.
 
     Args:
         makers: functions from (name, parameter) pairs to an optimizer, or to None if none of the parameters belong to
@@ -149,7 +149,7 @@ def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
 
 
 def stepping(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that the next ``step`` of a ``SeveralOptimizers`` steps: all, or only that at ``active``.
+    """Return the optimizers that the next ``step`` of a ``SeveralOptimizers`` steps: all, or ``members[active]`` alone.
 
     The attribute ``active`` is an index in ``members``, or None for all (see ``acting``). Optimizers without parameters
     on this rank are left out.

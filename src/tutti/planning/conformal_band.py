@@ -60,7 +60,7 @@ class CheckedPrediction:
     Attributes:
         set_name: published source of the measurement; errors of the same source are not used for this prediction's
             band.
-        basis: what the prediction rests on, such as ``one measured row``.
+        basis: kind of measurement from which the prediction was made, such as ``one measured row``.
         distance: size that is predicted (devices, or samples of a batch) over the largest measured one.
         series: name of a series of measurements; measurements of the same series are not independent.
         predicted: the predicted value, in the measurement's unit.
@@ -80,10 +80,10 @@ class CheckedPrediction:
     def cell(self) -> str:
         """Name of the class of similar predictions with which this prediction is scored.
 
-        For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (what it rests on) and
-        the class of its extrapolation distance (``distance_class``: ``at most 2 ×``, ``at most 4 ×`` or ``more than 4
-        ×``) with a comma. For data to a target, of which few points are published, ``at most 4 ×`` includes distances
-        of at most 2. The errors of some predictions of a class tell how far other predictions of the class may be off.
+        For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (its kind of
+        measurement) and the class of its extrapolation distance (``distance_class``: ``at most 2 ×``, ``at most 4 ×``
+        or ``more than 4 ×``) with a comma. For data to a target, of which few points are published, ``at most 4 ×``
+        includes distances of at most 2. The errors of the predictions in a class give the bands of later ones.
         """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
@@ -150,8 +150,8 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
         checked: predictions with their measurements.
 
     Returns:
-        A dict from the class of prediction (``CheckedPrediction.cell``: what predictions rest on, and how far they
-        extrapolate) to a dict from the published source to its ``CellScores``: ``scores``, a tuple of at most 60
+        A dict from the class of prediction (``CheckedPrediction.cell``: kind of measurement and distance of
+        extrapolation) to a dict from the published source to its ``CellScores``: ``scores``, a tuple of at most 60
         quantiles of the scores, and ``series``, the number of series.
     """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -250,7 +250,7 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
         text: JSON object with the key ``cells``.
 
     Returns:
-        A dict from the class of prediction (what predictions rest on, and how far they extrapolate) to a dict from the
+        A dict from the class of prediction (kind of measurement and distance of extrapolation) to a dict from the
         published source to its ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and
         ``series``, the number of independent series.
 
@@ -272,8 +272,8 @@ def write_residuals(residuals: Residuals) -> str:
     of independent series) and ``scores`` (list of quantiles).
 
     Args:
-        residuals: scores (errors divided by ``band_unit`` of the stated uncertainty), by class of prediction (what
-            predictions rest on, and how far they extrapolate), then by published source.
+        residuals: scores (errors divided by ``band_unit`` of the stated uncertainty), by class of prediction (kind of
+            measurement and distance of extrapolation), then by published source.
     """
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
@@ -291,7 +291,7 @@ def shipped_residuals() -> dict[str, dict[str, CellScores]]:
     measured (``benchmarks/step_residuals.py``).
 
     Returns:
-        A dict from the class of prediction (what predictions rest on, and how far they extrapolate) to a dict from the
+        A dict from the class of prediction (kind of measurement and distance of extrapolation) to a dict from the
         source, such as a published set or a kind of model, to its ``CellScores``: ``scores``, a tuple of at most 60
         quantiles, and ``series``, the number of independent series. Empty if the files are missing.
     """

@@ -69,7 +69,7 @@ class CriticalBatch:
         recipe: posterior of samples to the target; None without a run that reached a target.
         band: low and high end of the 90 % band of the critical batch, in samples; 0 or ∞ at an end that is not bounded.
         critical_batch: the estimate in samples.
-        basis: what the estimate rests on, in words.
+        basis: the measurements from which the estimate was made, in words.
         ways: the estimate by each method that was measured, alone: gradient noise, branches, samples to a target.
         branches: the fit to trainings that continue a checkpoint at multiples of its batch; None without such
             trainings.
@@ -156,7 +156,7 @@ def critical_batch(
 
     Returns:
         A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, low and high end of its 90 % band, 0 or ∞ where
-        not bounded; ``basis``, what the estimate rests on, in words; ``ways``, a tuple with the estimate by each
+        not bounded; ``basis``, its measurements in words; ``ways``, a tuple with the estimate by each
         measured method alone (``noise``, ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None
         without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
         preconditioned gradient with their bands (None where not measured); ``batches``, for each batch the samples to

@@ -61,7 +61,7 @@ class DataDemand:
         draws: (256,) Monte Carlo draws of this number.
         band: low and high end of its 90 % band, in samples; None for a measured number, and where such predictions were
             not tested.
-        text: what the number rests on, and where the band comes from or why there is none.
+        text: source of the number and of its band, or the reason why there is no band, in words.
     """
 
     samples: float
@@ -164,7 +164,7 @@ class TargetData:
         Returns:
             A ``DataDemand``: ``samples``, the number of samples to the target (median); ``draws``, an array of shape
             (256,) with Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
-            unknown); and ``text``, what the number rests on, in words. Calls for the same batch return one object.
+            unknown); and ``text``, its source in words. Calls for the same batch return one object.
 
         Raises:
             UsageError: no run has reached the target at this batch, and only one other batch was measured, from which
@@ -222,12 +222,12 @@ class PlannedStep:
         seconds: median seconds of the step.
         draws: (256,) Monte Carlo draws of the seconds; empty, with 0 ``seconds``, before the step is predicted.
         terms: the step's seconds by cause (compute, communication, bubble, idling); empty for a measured step.
-        basis: what the seconds rest on, in words.
+        basis: source of the seconds, in words.
         measured: whether the seconds were measured; otherwise they are predicted.
         samples: training samples to the target, measured with this very strategy; None where they depend on the batch
             alone, as for any synchronous strategy.
-        least: whether ``seconds``, ``draws`` and ``terms`` are only a lower bound, because even with it the step loses
-            against another plan.
+        least: whether ``seconds``, ``draws`` and ``terms`` are only a lower bound: even with the bound another plan is
+            faster, so that the step was not simulated.
         band: low and high end of the 90 % band of predicted ``seconds``; None for a measured step, and where
             predictions like this were not checked.
         memory: predicted bytes on the fullest device by kind, with ``total``; None where not predicted.
@@ -312,7 +312,7 @@ class DevicePlan:
 
     @property
     def band_text(self) -> str:
-        """Text for people that says what the 90 % band of the plan's training time rests on, or why it has none.
+        """Source of the 90 % band of the plan's training time in words, or the reason why the plan has no band.
 
         A plan is a choice of devices, batch size and strategy. Its training time has a band only if the samples to the
         target have one, and if its step time was measured or has a band too. Both need tested predictions of the same
@@ -539,10 +539,10 @@ def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
 
 @dataclass(frozen=True)
 class LostReason:
-    """Reason why a plan takes longer than the winner, the plan that it is compared with.
+    """Cause of a plan's longer training time, compared with a faster plan, the winner.
 
     Attributes:
-        gap: seconds that the plan takes longer than the winner; may be negative for a tie.
+        gap: seconds of the plan minus seconds of the winner; may be negative for a tie.
         term: cause that closes most of the gap if its seconds are replaced by the winner's, such as ``communication``;
             empty for a tie.
         closes: seconds of the gap that this replacement closes.

@@ -26,8 +26,8 @@ class ChipSheet:
         peaks: dense TFLOP/s of matrix products by class of precision, as ``precision_class`` names it.
         memory: TB/s of the device's memory.
         links: GB/s of a device in a collective over the fast links, and of its share of the network.
-        source: where the numbers are published.
-        family: name of the architecture, whose chips reach like parts of their peaks.
+        source: publication of the numbers.
+        family: name of the architecture; its chips reach similar fractions of their peaks.
         fabric: devices that the fast links join across servers; 0 where they end with the server.
         pattern: regular expression of the name in capitals; empty: the name as a word of its own.
     """
@@ -141,7 +141,7 @@ class HardwareAnchor:
         spread: standard deviation of the utilisation's natural logarithm over the jobs; 0 for a single job.
         rows: number of jobs, which are rows of the source.
         set_name: name of the source's set of measurements.
-        source: where the measurements were published; may be empty.
+        source: publication of the measurements; may be empty.
         width: median of the models' hidden size; 0 where the source does not say.
     """
 

@@ -34,7 +34,7 @@ class SpectralDensity:
 
     Attributes:
         nodes: eigenvalues at which the density has mass.
-        weights: mass at each; they sum to 1.
+        weights: mass at each of the eigenvalues; the weights sum to 1.
         lowest, highest: extreme Ritz values; the spectrum reaches at least as far.
         trace: mean of n·vᵀHv over random unit vectors v of n dimensions.
         trace_low, trace_high: 90 % band of the trace by Student's t over these vectors; both infinite for a single one.
@@ -89,7 +89,7 @@ def largest_eigenvalues(product: Product, size: int, count: int, tolerance: floa
 def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector]:
     """Run the Lanczos iteration on a symmetric operator, and return the tridiagonal matrix that it builds.
 
-    Each vector is orthogonalised twice against all before it.
+    Each Lanczos vector is orthogonalised twice against all earlier ones.
 
     Args:
         product: multiplies a vector (n,) by the operator.
@@ -121,14 +121,14 @@ def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector
 def spectral_density(product: Product, size: int, probes: int, steps: int, seed: int) -> SpectralDensity:
     """Estimate spectral density and trace of a symmetric operator by stochastic Lanczos quadrature.
 
-    The runs start at random vectors v of ±1 (Rademacher). The first diagonal element of a run is vᵀHv/n, which gives
-    the trace without further products.
+    One Lanczos iteration starts at each of several random vectors v of ±1 (Rademacher). The first diagonal element of
+    its tridiagonal matrix is vᵀHv/n, which gives the trace without further products.
 
     Args:
         product: multiplies a vector (size,) by the operator H.
         size: dimensions n of the operator.
         probes: number of random vectors.
-        steps: Lanczos steps of each.
+        steps: number of steps of each Lanczos iteration.
         seed: seed of the random vectors.
 
     Returns:

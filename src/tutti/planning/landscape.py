@@ -62,7 +62,7 @@ def landscape_rank(
         task: name of a built-in task, ``file.py:function``, or path of a script that calls ``tutti.prepare``.
         config: configuration of the run that made the checkpoint, with device, precision and reproducible mode of this
             measurement.
-        options: what to measure, at which checkpoints, on how many samples.
+        options: parts to measure, checkpoints, number of samples, and accuracy.
         folder: folder of the file.
         arguments: command-line arguments of a script.
 

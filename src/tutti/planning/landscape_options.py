@@ -22,7 +22,7 @@ class LandscapeOptions:
         checkpoint: directory of the checkpoint around which the loss is measured.
         to: directory of a second run's checkpoint, for losses on the line between both; None for no such line.
         ema: take the averaged weights of the checkpoints instead of the trained ones.
-        parts: what to measure: some of ``curvature`` (Hessian eigenvalues, trace and spectral density), ``sharpness``,
+        parts: parts to measure: some of ``curvature`` (Hessian eigenvalues, trace and spectral density), ``sharpness``,
             ``line`` and ``plane`` (losses along one and two random directions).
         samples: number of samples that are drawn from each data set; None for all.
         block: samples of a forward and backward pass.

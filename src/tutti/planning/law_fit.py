@@ -50,7 +50,7 @@ class FittedLaw:
 
         Args:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
-            doublings: how often the predicted size is twice the largest fitted one, 0 or more; one number or (n,).
+            doublings: log₂ of the predicted size over the largest fitted one, 0 or more; one number or (n,).
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard

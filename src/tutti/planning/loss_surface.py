@@ -47,7 +47,7 @@ class SurfaceValue:
 
 @dataclass(frozen=True)
 class SampleBlocks:
-    """One rank's share of a data set's samples, in blocks, which are batches that are computed at once.
+    """One rank's share of a data set's samples, in blocks: batches that one forward and backward computes.
 
     Attributes:
         batches: index of the block, its batch and its number of samples, for this rank's blocks in order.
@@ -117,7 +117,7 @@ class LossSurface:
     Attributes:
         size: number of elements of the trained parameters.
         length: number of elements of a point.
-        dtype, device: those of the first trained parameter, and so of points and gradients.
+        dtype, device: dtype and device of points and gradients, which are those of the first trained parameter.
     """
 
     def __init__(

@@ -28,15 +28,15 @@ _IQR_RATIO = 1.35
 
 @dataclass
 class MeasuredCosts(StepCosts):
-    """Predicts how long computing, messages and optimizer updates take on a machine that ``tutti bench`` has measured.
+    """Predicts the seconds of computing, messages and updates on a machine from the measurements of ``tutti bench``.
 
     Args:
         machine: measured curves and figures, the content of the machine's ``machine.json``.
         precision: precision of the run, such as ``bf16``.
         network: nodes of this machine; a link between nodes must be stated, because it was not measured.
-        rests: lines in words on what the durations rest on, to which more are added.
-        guesses: lines in words on numbers that are guessed, to which more are added.
-        basis: kind of the data in texts; always ``measured``.
+        rests: sources of the durations, one line of text each; this object adds further lines.
+        guesses: guessed numbers, one line of text each; this object adds further lines.
+        basis: kind of the machine's data; always ``measured``.
     """
 
     machine: Machine

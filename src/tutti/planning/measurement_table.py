@@ -206,11 +206,11 @@ class MeasurementTable:
 
     Attributes:
         name: the file's name, for messages alone.
-        kind: what the table measures, such as ``all-reduce`` or ``published jobs``; empty where this is not recognised.
+        kind: kind of the measurements, such as ``all-reduce`` or ``published jobs``; empty where it is not recognised.
         rows: a ``TableRow`` for each row that has all cells which the kind needs: its ``text`` and ``numbers`` are
             dictionaries by role, the standard name of a column's quantity such as ``step_time``; numbers are in SI
             units. Empty where the table cannot be used.
-        reason: why the table, or a part of its rows, is not used; empty where all of it is.
+        reason: reason why the table, or some of its rows, are not used; empty if all rows are used.
     """
 
     name: str

@@ -196,11 +196,11 @@ def _largest(config: PlannedRun, dataset: int | None) -> int:
 
 
 def task_model(task: Task, config: PlannedRun) -> nn.Module:
-    """Build and return a task's model, in float64 for the precision fp64, and else as the task builds it.
+    """Build a task's model; for the precision fp64 convert it to float64.
 
     Args:
-        task: the task, which has a function that builds the model.
-        config: configuration of the run, for its precision.
+        task: the task, whose ``model`` builds the model.
+        config: configuration of the run, of which the precision is read.
     """
     model = task.model()
     return to_float64(model) if config.precision == "fp64" else model
@@ -240,7 +240,9 @@ def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
 
 
 def with_task_optimizer(task: Task, model: nn.Module, config: PlannedRun) -> PlannedRun:
-    """Return a run's configuration with the optimizer that the task itself makes, which takes precedence in a run.
+    """Return a run's configuration with ``--optimizer`` set to the optimizer that the task makes itself, if any.
+
+    In a run such an optimizer takes precedence over the option.
 
     Args:
         task: the task.
@@ -251,7 +253,7 @@ def with_task_optimizer(task: Task, model: nn.Module, config: PlannedRun) -> Pla
         ``config`` with the option ``optimizer`` of the task; unchanged where the task makes none, or several.
 
     Raises:
-        UsageError: the optimizer's options are no values of ``--optimizer``.
+        UsageError: the optimizer's options have no form as text of ``--optimizer``.
     """
     made = None if task.optimizer is None else optimizer_text(task.optimizer(model))
     return config if made is None or made == config.optimizer else replace(config, optimizer=made)
@@ -292,10 +294,10 @@ def _peak(model: nn.Module, task: Task, config: PlannedRun, sample: Any, samples
 
 
 def first_sample(task: Task) -> Any:
-    """Return a batch of one, the first sample of the task's training data without augmentation.
+    """Return the first sample of the task's training data, without augmentation, as a batch.
 
-    The batch has the nesting of tensors that the task's data give, each with a first dimension of 1. None where the
-    training data are a stream, which must not be read before the run.
+    The batch has the nesting of the data's samples; each tensor has a first dimension of 1. None if the training data
+    are a stream, which must not be read before the run.
 
     Raises:
         UsageError: the training data are of a type that tutti does not take, such as an iterator.

@@ -17,7 +17,7 @@ _NAMES = {"noise": "gradient noise", "branches": "branches", "target": "samples 
 
 
 def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
-    """Draw an SVG with one panel for each method that estimated the critical batch size, and one that compares them.
+    """Draw an SVG with a panel for each method that estimated the critical batch size, and a panel that compares them.
 
     Panels: the gradient noise scale of each run over its measured steps; the held-out losses of branches, which are
     short trainings from one checkpoint with different batch sizes, over multiples of the batch size; samples to reach a

@@ -109,7 +109,7 @@ class PassPrices:
         The cache belongs to this object, and so to one model, one machine and one number of devices.
 
         Args:
-            key: all that the seconds depend on, besides the model and the machine.
+            key: tuple of all arguments on which the seconds depend, besides the model and the machine.
             price: computes the predicted seconds, such as an array whose last dimension holds Monte Carlo draws;
                 called without arguments, and only if the key is new.
 
@@ -123,7 +123,7 @@ class PassPrices:
 
 
 def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
-    """Return the work of a module group's backward: the pass itself, and what activation checkpointing computes again.
+    """Return the work of a module group's backward: of the pass, and of the recomputation by activation checkpointing.
 
     A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 

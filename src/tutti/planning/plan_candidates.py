@@ -25,16 +25,16 @@ _OPTIONS = ("micro_batch", "activation_checkpointing")
 
 @dataclass
 class PlanCandidates:
-    """Training steps among which ``tutti plan`` chooses, and counts of the plans that were left out.
+    """Training steps that ``tutti plan`` compares, and counts of the plans that it has left out.
 
     Attributes:
         steps: measured and predicted steps.
         refused: number of plans that cannot be made, by the reason in words.
         remedies: ways out of these reasons, each once, as keys.
-        lacking: of plans that do not fit into memory, by name of the strategy: fewest bytes that a device lacks, number
-            of plans, and bytes by kind of the plan that lacks least.
-        rests: lines on what the steps rest on.
-        guesses: lines on guessed numbers.
+        lacking: name of a strategy → (fewest bytes that a device lacks, number of plans, bytes by kind of the plan that
+            lacks fewest), over its plans that do not fit into memory.
+        rests: sources of the steps' seconds, one line of text each.
+        guesses: guessed numbers, one line of text each.
         searched: number of plans that were looked at.
         evaluated: number of them whose step was simulated; a lower bound rules the others out.
     """

@@ -98,11 +98,11 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
 
 
 def rate_words(config: TrainConfig, near: RunEvidence | None) -> str:
-    """Say in words which learning rate a planned run has, by which rule, and whether a run has tried it.
+    """Describe the learning rate of a planned run in words: value, scaling rule, and whether a run has tried it.
 
     Args:
         config: options of the planned run, of ``plan_config``.
-        near: the run from which its optimizer is taken; None without one.
+        near: the finished run from which the planned run takes its optimizer; None without one.
 
     Returns:
         One line of text without a full stop, such as ``0.008 = 0.004 × 2 by sqrt:base_batch=128, …``.
@@ -129,7 +129,7 @@ def write_plan(config: TrainConfig, task: str, facts: Mapping[str, Any], path: P
     Args:
         config: options of the planned run.
         task: name of its task.
-        facts: what ``tutti plan --json`` prints, for the chosen plan and its runners-up: ``format``, which comes first,
+        facts: JSON object of ``tutti plan --json`` with the chosen plan and its runners-up: ``format``, the first key,
             ``headline`` (the plan in one sentence), ``plans``, ``chosen`` (index of the chosen plan),
             ``learning_rate`` and so on. ``tutti report`` reads it from the last line.
         path: the file to write.
@@ -225,9 +225,10 @@ def plan_json(
     """Return plans (choices of devices, batch and strategy) of training to a target as JSON objects, in their order.
 
     Args:
-        plans: all plans.
-        reasons: why plans take longer than the fastest, by index in ``plans``.
-        marks: words such as ``knee`` and ``cheapest``, by index in ``plans``.
+        plans: the plans.
+        reasons: for plans that take longer than the fastest, the cause and size of the gap, by index in ``plans``.
+        marks: names of distinctions of a plan, by index in ``plans``, such as ``cheapest`` (fewest device-seconds) and
+            ``knee`` (most devices that still pay, ``find_knee``).
 
     Returns:
         One object for each plan. Its choice: ``devices``, ``batch`` (samples), ``strategy``, ``options``; ``marks``;

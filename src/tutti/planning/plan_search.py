@@ -103,7 +103,7 @@ def open_options(text: str, devices: int) -> list[str]:
     has one stage and the largest number of tensor ranks.
 
     Args:
-        text: as given to ``--strategy``; options in it are kept.
+        text: value of ``--strategy``, whose options are kept.
         devices: number of devices of the plan.
 
     Returns:
@@ -155,14 +155,14 @@ def _micro_batches(share: int) -> list[int | None]:
 
 @dataclass
 class StepPricer:
-    """Predicts the seconds and memory of planned training steps on a machine; caches what plans have in common.
+    """Predicts the seconds and memory of planned training steps on a machine, with a cache over similar plans.
 
     Attributes:
         sizes: traces of the task's model and loss, made once for each partition of the model.
         base: configuration with the options of the run besides those of a plan; a task's own optimizer takes the place
             of its ``optimizer``.
         costs: durations of computing and communication on the machine.
-        factors: by name of the strategy, and under "" over all strategies: measured ÷ predicted seconds of earlier
+        factors: pairs by name of the strategy, and under "" for all strategies: measured ÷ predicted seconds of earlier
             steps, by which predictions are multiplied, and the number of these steps.
         residuals: scores of checked predictions (errors over the stated uncertainty, by class and source) from which 90
             % bands of predicted steps are derived.

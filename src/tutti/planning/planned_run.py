@@ -61,7 +61,7 @@ class PlannedRun(TrainConfig):
         return self.shape["replica"] * self.shape["shard"]
 
     def sized(self, batch_size: int, micro_batch: int | None, activation_checkpointing: str) -> PlannedRun:
-        """Return a copy of this run with other sizes; the copy shares what is parsed with this run.
+        """Return a copy of this run with other batch sizes, which shares the parsed options with this run.
 
         A search makes such a copy for each of its thousands of plans. To be fast, it takes the sizes as valid: options
         are parsed and checked again only in a run whose batch grows (``--batch-growth``).

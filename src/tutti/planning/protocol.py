@@ -36,12 +36,12 @@ class GroupPredictions:
 
     Attributes:
         group: published source or workload, and hardware.
-        protocol: which measurements the predictions may use: ``zero-shot`` none of the group, ``anchored`` the
+        protocol: measurements that the predictions may use: ``zero-shot`` none of the group, ``anchored`` the
             smallest, ``extrapolated`` sizes of at most half the predicted one; words behind a comma name a variant,
             such as ``extrapolated, more than 4 ×``.
         predictions: each with its measurement.
-        reason: why some or all could not be predicted, or what the predictions guess; may be empty.
-        table: what the table of the measurements is about, such as ``all-reduce``.
+        reason: reason why measurements could not be predicted, or guesses in the predictions; may be empty.
+        table: kind of the table of measurements, such as ``all-reduce``.
     """
 
     group: str

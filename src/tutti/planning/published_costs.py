@@ -37,7 +37,7 @@ _LAUNCH = 5e-6
 
 @dataclass
 class PublishedCosts(StepCosts):
-    """Predicts how long computing and messages take on hardware that published training jobs ran on.
+    """Predicts the seconds of computing and messages on hardware, from the speed of published training jobs.
 
     All computing has one rate in FLOP/s, which these jobs reached; links are guessed. For a chip without such jobs the
     rate is its peak times the utilisation that jobs on other chips reached.
@@ -46,9 +46,9 @@ class PublishedCosts(StepCosts):
         hardware: name of the chip, as people write it, such as ``A100-80GB``.
         precision: precision of the run, such as ``bf16``.
         network: nodes and links; a stated link between nodes replaces the guess.
-        rests: lines in words on what the durations rest on, to which more are added.
-        guesses: lines in words on numbers that are guessed, to which more are added.
-        basis: kind of the data in texts; always ``published``.
+        rests: sources of the durations, one line of text each; this object adds further lines.
+        guesses: guessed numbers, one line of text each; this object adds further lines.
+        basis: kind of the machine's data; always ``published``.
 
     Raises:
         UsageError: the chip's data sheet has no peak in this precision, or no published job ran in it on any chip.

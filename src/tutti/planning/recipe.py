@@ -61,7 +61,7 @@ class TrainingRecipe:
         samples_min: E_min, samples to the target at small batches, in the median.
         critical_batch: B_crit, samples, in the median.
         draws: draws of (E_min, B_crit) from their posterior.
-        basis: what the constants rest on, in words.
+        basis: the measurements from which the constants were fitted, in words.
         ways: the critical batch size by each way alone that was measured.
     """
 
@@ -90,7 +90,7 @@ def recipe_text(recipe: TrainingRecipe) -> str:
 
     The samples are E(B) = E_min(1 + B/B_crit). The JSON object has the keys ``format`` (1), ``target`` (``metric`` and
     ``value``), ``samples_min`` (E_min) and ``critical_batch`` (B_crit), both in samples, ``draws`` (a list of pairs
-    [E_min, B_crit], drawn from their posterior), ``basis`` (what the constants rest on, in words) and ``ways`` (a list
+    [E_min, B_crit], drawn from their posterior), ``basis`` (their measurements, in words) and ``ways`` (a list
     of objects: B_crit as estimated by each method of measuring it alone, such as gradient noise).
 
     Args:
@@ -135,9 +135,9 @@ def read_recipe(path: Path) -> TrainingRecipe:
 
     Returns:
         A ``TrainingRecipe``: ``metric`` and ``value`` of the target; ``samples_min`` (E_min) and ``critical_batch``
-        (B_crit), medians in samples; ``draws``, pairs (E_min, B_crit) from their posterior; ``basis``, what they rest
-        on, in words; and ``ways``, a tuple of ``CriticalBatchWay``, B_crit as estimated by each method of measuring it
-        alone.
+        (B_crit), medians in samples; ``draws``, pairs (E_min, B_crit) from their posterior; ``basis``, their
+        measurements in words; and ``ways``, a tuple of ``CriticalBatchWay``, B_crit as estimated by each method of
+        measuring it alone.
 
     Raises:
         UsageError: the file is missing, no JSON or of another format, or one of its entries is missing or invalid, such

@@ -283,8 +283,8 @@ class ReplicaBuilder:
             program: the simulated step, to which actions (computations and messages) are added.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
-            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (256,) (Monte
-                Carlo draws); None: the delays of the data rank that ``--slow`` delays most.
+            delays: seconds by which ``--slow`` delays the worker of each list of ``parts``, shape (256,) (Monte Carlo
+                draws); None: the result of the method ``delays``.
 
         Returns:
             By name of each module group, the index in ``program.actions`` of the last action of its backward in the
@@ -329,7 +329,7 @@ class ReplicaBuilder:
         return ends
 
     def delays(self, parts: Sequence[Sequence[int]]) -> list[Array]:
-        """Return the seconds by which ``--slow`` delays the logical workers of the data rank that is delayed most.
+        """Return the delays by ``--slow`` of each logical worker, on the data rank with the longest delays.
 
         The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch.
 

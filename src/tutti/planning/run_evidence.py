@@ -231,7 +231,7 @@ def _host(path: Path) -> str:
 
 
 def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
-    """Select the runs from which training of a task can be planned, and check that all have the same model and data.
+    """Select the finished runs that can serve to plan training of a task, and check that model and data are equal.
 
     Left out are runs with ``--batch-growth``, ``--lr-scale adascale`` or ``--regime-batch``, whose batch size or
     learning rate changes with the run.

@@ -45,7 +45,7 @@ class ScriptMeasurement:
         is appended to ``callbacks``.
 
         Args:
-            options: as the script gives them; not changed.
+            options: options that the script passes to ``tutti.prepare``; not changed.
             record: the callback, whose ``on_step_end(run)`` the run calls after each step.
         """
         workers = self.workers or options.workers

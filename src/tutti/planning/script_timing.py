@@ -33,10 +33,10 @@ _BLOCK, _LEAST_BLOCKS = 4, 2
 
 
 class StepClock:
-    """Callback that times the first steps of a run, in blocks, and ends the script after them.
+    """Callback that times the first steps of a run in blocks of steps, and then ends the script.
 
     Attributes:
-        ranks: the callback is called on every rank.
+        ranks: ``all``: the run calls the callback on every rank.
         taken: number of steps so far.
     """
 

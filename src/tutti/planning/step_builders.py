@@ -153,7 +153,7 @@ def build_step(
 
 
 def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
-    """Predict how many times longer the slowest device, for which all others wait, computes than a typical one.
+    """Predict the ratio of the computing seconds of the slowest device, for which all others wait, to a typical one's.
 
     The ratio grows with the number of devices and with the jitter of computing that was measured on the machine;
     without a measurement the seconds of a device vary by 2 % (a guess). With parameter servers in the mode ``async`` no

@@ -18,7 +18,7 @@ from tutti.workload.workload_file import PassWork
 
 
 class StepCosts(Protocol):
-    """Predicts how long computing, messages and optimizer updates take on a machine.
+    """Predicts the seconds of computing, messages and optimizer updates on a machine (protocol).
 
     Most methods return seconds, an array of shape (256,): one value for each of the ``DRAWS`` Monte Carlo draws of the
     machine's uncertain constants. Nothing is computed or sent on a device. Subclasses are ``MeasuredCosts``, from
@@ -29,8 +29,8 @@ class StepCosts(Protocol):
         name: name of the machine.
         basis: ``measured`` or ``published``.
         network: the machine's nodes and links.
-        rests: lines in words on what the durations rest on.
-        guesses: lines in words on every number that is guessed, without repetition.
+        rests: sources of the durations, one line of text each.
+        guesses: guessed numbers, one line of text each, without repetition.
         overlaps: whether collectives run beside computing; on CPUs those of the strategy ``sharded`` block.
     """
 

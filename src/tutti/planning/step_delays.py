@@ -40,7 +40,7 @@ def check_delays(config: PlannedRun) -> None:
 
 
 def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0) -> list[Array]:
-    """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
+    """Return the delays by ``--slow`` of each logical worker, on the data rank with the longest delays.
 
     The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch. A
     delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.

@@ -78,8 +78,8 @@ class StageFacts:
     Attributes:
         groups: names of the module groups of each virtual stage.
         tensors: indices of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
-        crossing: for each cut between two neighbouring virtual stages, in order, the names of the module groups before
-            the cut whose outputs a stage behind it needs.
+        crossing: names of the module groups whose outputs cross each cut between two neighbouring virtual stages, from
+            a stage before to a stage after the cut.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -193,9 +193,9 @@ def pipeline_layout(choice: StrategyChoice, shape: Mapping[str, int]) -> Pipelin
 
 
 def zero_stage(choice: StrategyChoice, shape: Mapping[str, int]) -> int:
-    """Return the ZeRO stage by which a strategy runs on a device mesh; 0 for a strategy that does not shard by rows.
+    """Return the ZeRO stage of a strategy on a device mesh; 0 for a strategy that does not shard by rows.
 
-    Stage 1 for ``sharded`` where there is a single shard, whatever its option ``stage``: ranks then hold whole tensors.
+    For ``sharded`` with a single shard the stage is 1, whatever the option ``stage``: ranks then hold whole tensors.
 
     Args:
         choice: a parallel strategy with its options, as parsed from ``--strategy``.
@@ -284,7 +284,7 @@ def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
 
 
 def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]:
-    """Return the bytes that the first rank holds of tensors whose rows are sharded over ranks, by dtype.
+    """Return the bytes of the first rank's shards of tensors whose rows are sharded over ranks, by dtype.
 
     The first rank has at least as many rows (slices along the first dimension) as any other.
 
@@ -417,7 +417,7 @@ def crossing_groups(uses: Mapping[str, tuple[int, int]], bounds: Sequence[int]) 
     A node is one operation of the model's traced forward, in order.
 
     Args:
-        uses: by module name, index of the node that calls it, and of the last node that uses its output.
+        uses: name of a module → index of the node that calls the module, index of the last node that uses its output.
         bounds: index of the first node of each stage, and at the end the number of nodes.
 
     Returns:

@@ -60,7 +60,7 @@ class ModelSizes:
     Attributes:
         step: FLOP, parameters, pipeline stages and tensor-parallel collectives of a training step.
         memory: bytes of parameters, optimizer state and activations before any split.
-        optimizer: text of ``--optimizer`` for the optimizer of the run, that of a task that makes its own.
+        optimizer: text of ``--optimizer`` for the optimizer of the run, which a task may make itself.
     """
 
     step: StepFacts
@@ -79,7 +79,7 @@ class StepPrediction:
         draws: 5 % and 95 % quantile of the seconds over these draws; unlike ``band``, they leave out errors of the
             prediction model.
         band: low and high end of the 90 % band of the seconds; None where no similar prediction was checked.
-        band_text: where the band comes from, or why there is none.
+        band_text: source of the band, or the reason why there is none, in words.
         shares: compute, communication and idling as fractions of the devices' time; for a pipeline ``bubble`` too.
         samples_per_second: throughput of all devices together.
         efficiency: samples a second and device, over those of one device alone.
@@ -226,7 +226,7 @@ class TaskSizes:
         return replace(self._memory[choice], unit=unit, rest=rest)
 
     def device_memory(self, config: PlannedRun) -> Memory:
-        """Return the predicted bytes that training the task takes on the device that holds most, by kind.
+        """Predict the bytes on the fullest device when the task is trained, by kind.
 
         Tensor-parallel ranks count as even parts of the model.
 
@@ -502,9 +502,9 @@ def step_basis(costs: StepCosts, devices: int, scaled: bool = False) -> str:
 def step_band(
     seconds: Array, costs: StepCosts, devices: int, residuals: Residuals, scaled: bool = False
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
+    """Return the 90 % band of a step's predicted seconds, and its source in words.
 
-    The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.1²)^⅜ is the unit of errors
+    The band is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.1²)^⅜ is the unit of errors
     (``band_unit``), with the standard deviation σ of ln ``seconds``; q is chosen so that 90 % of the checked
     predictions of the same class (``step_basis``) are off by a factor of at most exp(q·u) (``band_factor``).
 
@@ -518,8 +518,8 @@ def step_band(
         scaled: whether ``seconds`` are multiplied by measured ÷ predicted seconds of other steps.
 
     Returns:
-        A pair: the interval as (low end, high end) in seconds, or None where the class has too few predictions; and the
-        text that says what the interval rests on, or why there is none.
+        A pair: the band as (low end, high end) in seconds, or None where the class has too few predictions; and the
+        text on its source, or the reason why there is none.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{step_basis(costs, devices, scaled)}, {distance_class(devices / measured)}"
@@ -580,7 +580,7 @@ def note_partition(choice: StrategyChoice, costs: StepCosts) -> None:
 
 
 def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name: str) -> dict[str, Any]:
-    """Return predictions for several runs, and what the durations on the machine rest on, as one JSON object.
+    """Return predictions for several runs, and the sources of the machine's durations, as one JSON object.
 
     Args:
         found: the predictions, one for each number of devices.

@@ -83,7 +83,7 @@ class StepAction:
             the steps that ``build_step`` makes.
         needs: indices in ``StepProgram.actions`` of the actions that end before this one begins.
         link: whether the action occupies the device's link, and not its compute units.
-        text: what is computed or sent.
+        text: name of the computation or message, for timelines.
     """
 
     device: int

@@ -28,7 +28,7 @@ def is_script(text: str) -> bool:
 
 @dataclass(frozen=True)
 class TaskOrScript:
-    """A task of ``tutti train``, or a training script with its command-line arguments, that was found to exist.
+    """A task of ``tutti train``, or an existing training script with its command-line arguments.
 
     Attributes:
         text: name of a built-in task, ``file.py:function``, ``module:function``, or path of a script.
@@ -64,7 +64,7 @@ class TaskOrScript:
         return cls(text, arguments)
 
     def check_options(self, *, data: str | None = None, model: str | None = None, augment: bool = False) -> None:
-        """Check that a task exists and takes these options of ``tutti train``, and that a script gets none of them.
+        """Check that the task exists and takes the given options of ``tutti train``; a script must get none of them.
 
         Args:
             data: value of ``--data``, where the task's data are; None where not given.

@@ -55,7 +55,7 @@ class TensorSplit:
         self.returns_slices, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
 
     def build(self, log: MessageLog | None = None) -> nn.Module:
-        """Build the task's model with the slices of the first tensor-parallel rank, the largest of every layer.
+        """Build the task's model with the first tensor-parallel rank's slice of every split layer, the largest slice.
 
         How the layers are split over the ranks was found when this object was created. Only this process takes part:
         the collectives of the model's split layers are recorded and not performed.

@@ -86,7 +86,7 @@ def report_at_the_end(run: Path, seconds: float) -> str | None:
 
     Args:
         run: the run directory.
-        seconds: how long the run took.
+        seconds: duration of the run.
 
     Returns:
         A sentence with the reason why the report could not be written; None if it was written, or the run gets none.

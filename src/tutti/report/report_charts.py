@@ -42,7 +42,7 @@ class ReportChart:
     """A chart of an HTML report, as SVG.
 
     Attributes:
-        caption: what the chart shows, in a sentence; screen readers read it, too.
+        caption: description of the chart in a sentence, which screen readers read.
         svg: the ``<svg>`` element as text.
         wide: whether the chart needs the whole width of the page.
         parts: names of the stacked parts that the chart's legend lists, such as ``forward``; empty for other charts.
@@ -108,7 +108,7 @@ def line_chart(
         series: for each run its number in the report, from 0, which selects colour and dashes, and its (x, y) points,
             at least one. May be empty only for a linear scale.
         x, y: labels of the axes, with units.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
         scale: scale of the vertical axis, ``linear`` or ``log``; a logarithmic axis shows six decades.
 
     Returns:
@@ -141,7 +141,7 @@ def band_chart(
         series: for each run its number in the report, from 0, which selects colour and dashes, its (x, y) points and
             its band. Values of y that are not above 0 are not drawn; at least one is above 0.
         x, y: labels of the axes, with units.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
         levels: label and height, above 0, of each horizontal line.
 
     Returns:
@@ -192,7 +192,7 @@ def law_chart(
         measured: (number of the run in the report, from 0, which selects its colour; batch; value) of each measured
             point; None for the number of a run that the report does not show. May be empty if ``law`` is not.
         y: label of the vertical axis, with its unit.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
         level: label and batch of a vertical line; None for none.
 
     Returns:
@@ -230,7 +230,7 @@ def contour_chart(
         offsets: coordinates of the grid on both axes, in rising order.
         values: a row for each offset of the vertical axis, with a value for each offset of the horizontal one.
         levels: values of the lines, in rising order.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
 
     Returns:
         A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
@@ -255,7 +255,7 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
         points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
             devices together) of each run, at least one.
         unit: unit of the throughput, the label of the vertical axis.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
 
     Returns:
         A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
@@ -287,7 +287,7 @@ def stack_chart(
         rows: (label of the bar, length of each part by name), one a run. Names are those of ``PARTS``, phases
             of a training step such as ``forward``; others are not drawn. Negative lengths count as 0.
         unit: unit of the lengths as drawn, for the label of the axis.
-        caption: what the chart shows, in a sentence.
+        caption: description of the chart in a sentence, which screen readers read.
         share: whether to show each part as per cent of the sum of its bar's lengths, those not drawn included; a bar
             whose sum is not positive is empty.
 
@@ -322,7 +322,7 @@ def themed_timeline(svg: str, caption: str) -> ReportChart:
 
     Args:
         svg: timeline of the traced steps, from ``tutti.metrics.timeline.timeline_svg``.
-        caption: what the chart shows, in a sentence; screen readers read it, too.
+        caption: description of the chart in a sentence, which screen readers read.
 
     Returns:
         A ``ReportChart``: ``caption`` as given; ``svg``, the given text with attributes for the page; and ``wide``,

@@ -75,7 +75,7 @@ class ReportContent:
         figures: key figures, each a name and a formatted value, of a report on one run; empty for several.
         legend: letter and name of each run.
         sections: sections with data, in order.
-        missing: what was not measured, each a name and a sentence on how to get it.
+        missing: missing measurements, each a name and a sentence on how to make it.
     """
 
     title: str

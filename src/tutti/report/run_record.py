@@ -35,7 +35,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A recorded step of a run, other than the first after each start.
+    """A recorded step of a run; the first step after each start of the run is never one.
 
     Attributes:
         seconds: duration of the step, including the wait for its batch.
@@ -64,8 +64,8 @@ class RunRecord:
         config: content of ``config.toml``; empty if missing.
         environment: content of ``env.json``; empty if missing.
         summary: content of ``summary.json``; empty if missing.
-        timeline: for each device in order the segments of its trace; empty if none was recorded, or if there are more
-            than ``MOST_SEGMENTS``.
+        timeline: segments of the trace of each device, in order; empty if no trace was recorded, or if it has more than
+            ``MOST_SEGMENTS``.
         goodput: the run's time, divided into productive and lost time; None if its records do not give it.
         landscape: content of ``landscape.json``, of ``tutti landscape``; empty without one.
         problems: a sentence for each file or value that is missing or unreadable.
@@ -147,7 +147,7 @@ class RunRecord:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median duration in seconds of the run's steps but the first after each start; None if none is recorded."""
+        """Median duration in seconds of the run's steps, without the first step after each start; None if unknown."""
         return statistics.median(step.seconds for step in self.steps) if self.steps else None
 
     @property

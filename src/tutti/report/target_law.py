@@ -28,7 +28,7 @@ class TargetLaw:
         draws: pairs (E_min, B_crit) in samples, drawn from their posterior; at least one.
         measured: pairs (global batch, samples to the target) of runs.
         origin: the file that states the law, in words.
-        basis: what the law rests on, in words; may be empty.
+        basis: the measurements from which the law was fitted, in words; may be empty.
     """
 
     metric: str

@@ -132,7 +132,7 @@ def bench_rank(
     ``directory``.
 
     Args:
-        parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and
+        parts: parts to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and
             ``strategies``.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         begin: ``time.monotonic`` when the launcher was called.

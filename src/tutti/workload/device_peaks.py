@@ -22,7 +22,7 @@ class PublishedPeak:
     Attributes:
         name: regular expression that is searched for in the device name that the driver reports.
         flop: FLOP/s by precision of the products: fp32, tf32, bf16, fp16, fp64.
-        source: where the peaks are published.
+        source: publication of the peaks.
     """
 
     name: str

@@ -114,7 +114,7 @@ def class_without_flop(func: Any) -> OperatorClass:
 
 
 def lacks_formula(func: Any) -> bool:
-    """Return whether an operator that ``count_flop`` cannot count may still do FLOP, so that a total would be too low.
+    """Return whether an operator without a formula in ``count_flop`` may do FLOP, which a total would then lack.
 
     True for a custom kernel (not of the namespaces ``aten``, ``prim`` and ``prims``), and for an operator of PyTorch
     with a word such as ``mm``, ``conv``, ``lstm``, ``fft`` or ``linalg`` in its name, as in ``linalg_inv_ex``.

@@ -28,7 +28,7 @@ class Figure:
         unit: unit of the number, such as ``FLOP/s``, ``byte/s``, ``s``, ``sample/s`` or ``ratio``.
         n: number of measurements from which it was computed.
         spread: interquartile range of these measurements, in the same unit; None for a single measurement.
-        basis: where the number comes from.
+        basis: source of the number, such as ``measured``.
     """
 
     value: float

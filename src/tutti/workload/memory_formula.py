@@ -44,7 +44,7 @@ class DeviceSplit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each kind that training takes on the device that holds most.
+    """Bytes of each kind that training takes on the fullest device.
 
     Attributes:
         parameters, gradients, optimizer: parameters, their gradients, and optimizer state.
