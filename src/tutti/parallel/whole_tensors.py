@@ -362,9 +362,13 @@ class GatherAxis:
         where no rank has one.
 
         Args:
-            values: this rank's slices by parameter, changed in place to whole tensors; other owners' tensors are
-                removed.
-            gradients: gradients by parameter, changed in place likewise; None on ranks other than the owner.
+            values: this rank's slices by parameter. The dict is changed in place: tensors that this rank owns become
+                whole, other tensors are removed.
+            gradients: gradients by parameter. The dict is changed in place: on the owner the whole gradient, on other
+                ranks None.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         for dtype in self._dtypes:
             parts = [(part, owner) for part, owner in zip(self.parts, self._owner, strict=True) if _is(part, dtype)]
@@ -415,7 +419,11 @@ class GatherAxis:
         Collective: an all-to-all for each dtype.
 
         Args:
-            values: whole tensors by parameter on their owner, changed in place to this rank's slices.
+            values: whole tensors by parameter on their owner. The dict is changed in place to this rank's slices of all
+                tensors.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         here, ranks = self._comm.rank, range(self._comm.size)
         for dtype in self._dtypes:

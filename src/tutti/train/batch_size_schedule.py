@@ -95,7 +95,7 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
 
 
 def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
-    """Yield texts of warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
+    """Yield a warning if the run ends before the batch grows, and one if the schedule also lowers the learning rate.
 
     At most two texts; none where the batch size does not grow.
 

@@ -186,16 +186,17 @@ class CustomLoopUpdate:
     def stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
         """Return loss, metrics, gradient norm and finite flag of the gradients of some parameters, reduced over ranks.
 
-        Takes the results of the reductions since the last update, and sets ``run.stats``. Collective over the ranks
-        among which a gradient is split where its norm is computed anew: after edits, after several reductions, with
-        several optimizers, with pipeline stages, and for clipping.
+        Takes the results of the reductions since the last update, and sets ``run.stats`` (not with parameter servers).
+        Collective over the ranks among which a gradient is split where its norm is computed anew: after edits, after
+        several reductions, with several optimizers, with pipeline stages, and for clipping.
 
         Args:
             members: the parameters that the update changes.
             edited: whether the script has edited one of their gradients.
 
         Returns:
-            A ``StepStats``, equal on all ranks of the step; losses of several reductions are added.
+            A ``StepStats``, equal on all ranks of the step; losses of several reductions are added. Before any
+            reduction its loss is NaN.
 
         Raises:
             UsageError: with parameter servers no gradient was computed since the last update.

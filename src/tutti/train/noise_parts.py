@@ -70,7 +70,8 @@ class MeasuredParts:
     def run(self, replica: ReplicaRunner, micro_batches: Sequence[MicroBatch], loss: LossFn) -> LossSums:
         """Run forward and backward of a worker's micro-batches as ``ReplicaRunner.run``, and add up squared norms.
 
-        A logical worker is a fixed share of the global batch. Nothing is sent during backward.
+        A logical worker is a fixed share of the global batch. No gradient-ready hook is called, so that no all-reduce
+        of gradients overlaps with backward.
 
         Args:
             replica: this rank's part of the model.
@@ -79,6 +80,9 @@ class MeasuredParts:
 
         Returns:
             The ``LossSums`` of the micro-batches together.
+
+        Raises:
+            ValueError: ``micro_batches`` is empty.
         """
         worker, total = micro_batches[0].worker, None
         for part in [[each] for each in micro_batches] if self._apart else [micro_batches]:

@@ -63,8 +63,8 @@ def factory(
 def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
     """Construct the optimizer of another package that ``optimizer`` names, over the model's trainable parameters.
 
-    The class is called with one group of parameters, the learning rate that ``rule`` gives for ``batch_size``, and the
-    other options of ``optimizer``.
+    Its module may also lie in the current directory. The class is called with one group of parameters, the learning
+    rate that ``rule`` gives for ``batch_size``, and the other options of ``optimizer``.
 
     Args:
         optimizer: options of an optimizer.

@@ -518,9 +518,9 @@ class Run:
         return EpochBatches(self.custom.microbatches(number, start), partial(self.steps_of, number))
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Iterate over the micro-batches of this rank in an epoch, for a custom training loop.
+        """Call ``microbatches``, of which this is the former name, and warn (DeprecationWarning).
 
-        Deprecated name of ``microbatches``.
+        The result iterates over the micro-batches of this rank in an epoch, for a custom training loop.
 
         Args:
             number: the epoch, from 0.
@@ -536,7 +536,8 @@ class Run:
     def agreed(self) -> StepStats | None:
         """Loss, metrics and gradient norm of the last step, reduced over the global batch; None before the first step.
 
-        A ``StepStats`` with Python numbers, such as ``loss`` and ``grad_norm``. Deprecated name of ``stats``.
+        A ``StepStats`` with Python numbers, such as ``loss`` and ``grad_norm``. Former name of ``stats``. Reading it
+        raises a DeprecationWarning.
         """
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats

@@ -129,7 +129,7 @@ class Schedulers:
         return (value, *arguments), named
 
     def after_update(self, optimizer: Optimizer | None) -> None:
-        """Step the script's learning-rate schedulers after an update; do nothing if they step once an epoch.
+        """Step the script's learning-rate schedulers after an update, if ``every`` (of the constructor) is ``update``.
 
         Args:
             optimizer: the optimizer that made the update, whose schedulers step; None: the schedulers of all of the
@@ -139,9 +139,9 @@ class Schedulers:
             self._step([s for s in self.own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step all learning-rate schedulers at the end of an epoch, if they step after epochs.
+        """Step all learning-rate schedulers at the end of an epoch, if ``every`` (of the constructor) is ``epoch``.
 
-        If they step after evaluations, and there was none until the end of the second epoch, a warning says so once.
+        Warns once, at the end of the second epoch, if ``every`` is ``evaluation`` and the run has made no evaluation.
         """
         self._epochs += 1
         if self._every == "epoch":
@@ -155,7 +155,7 @@ class Schedulers:
             )
 
     def after_evaluation(self, values: Mapping[str, float]) -> None:
-        """Step all learning-rate schedulers after an evaluation; do nothing if they step after updates or epochs.
+        """Step all learning-rate schedulers after an evaluation, if ``every`` (of the constructor) is ``evaluation``.
 
         Collective over all ranks if one is a ``ReduceLROnPlateau``: a broadcast of rank 0's metric, because sums in
         another order may differ in the last bit.

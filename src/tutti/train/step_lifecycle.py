@@ -263,7 +263,7 @@ class StepLifecycle:
         return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.step_context.local_step, worker)
 
     def padded(self, work: WorkerBatches) -> WorkerBatches:
-        """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
+        """Return ``work`` with dummy micro-batches in front, so that every rank has the same number of micro-batches.
 
         Needed where the weights are sharded, because each forward all-gathers them; otherwise ``work`` itself is
         returned. For sharded weights and a batch that the caller made, collective over the data ranks: an all-gather of

@@ -39,8 +39,8 @@ def measured_throughput(
         config: the configuration.
         world: ranks and device.
         run: the run, for its batches.
-        warn: called with a text where a peak is known and the FLOP are not, or where the machine file that the
-            configuration names has no peak for this device.
+        warn: called with a text where a peak is known and the FLOP are not, where some operators have no formula of
+            their FLOP, or where the machine file that the configuration names has no peak for this device.
         batch: this rank's first batch, whose first sample is traced.
 
     Returns:

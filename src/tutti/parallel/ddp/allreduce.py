@@ -647,7 +647,7 @@ class AllReduceSync(UnshardedGradients):
         Args:
             members: some of this rank's trained parameters; a parameter that another rank of the replica counts (a
                 weight tied over stages) adds nothing here, and neither does one without a gradient.
-            step_context: unused.
+            step_context: unused; the ranks compare the step with which ``begin_worker`` was called.
 
         Returns:
             The square root of the sum of squares over the replica, 0 where no member has a gradient.

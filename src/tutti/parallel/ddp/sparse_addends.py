@@ -139,12 +139,15 @@ class RankAddends:
         return torch.sparse_coo_tensor(indices, values, terms[0].shape, check_invariants=False).coalesce()
 
     def dense_total(self, vectors: Sequence[Tensor], length: int, dtype: torch.dtype, text: str) -> Tensor:
-        """All-reduce the rank's vector, in chunks. Collective over the data ranks.
+        """Return the sum of the ranks' dense vectors, by all-reduces of chunks. Collective over the data ranks.
 
         Args:
             vectors: a list of one vector, overwritten.
             length, dtype: unused.
             text: names the call in errors; equal on all ranks.
+
+        Returns:
+            The sum, in the dtype of the vector; with one rank the vector itself.
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.

@@ -139,7 +139,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
     """Raise UsageError unless the script has edited shared parameters and gradients in the same way on all ranks.
 
-    Shared are tensors that are split over the ranks, or lie in memory common to them. Collective over the ranks of
+    A shared tensor is split over the ranks, or lies in memory that the ranks share. Collective over the ranks of
     ``comm``: an all-gather of digests; blocks.
 
     Args:

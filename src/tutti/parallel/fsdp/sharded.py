@@ -610,11 +610,12 @@ class ShardedSync:
 
     @property
     def gradient_at(self) -> GradientPlace:
-        """Where a parameter's complete gradient lies after the reduction, as one of four words.
+        """Place of a parameter's complete gradient after the reduction, as one of four words.
 
-        ``sliced_rows``: split over tensor ranks, and each slice in rows; ``rank``: whole on this rank (a single shard);
-        ``rows``: in rows over the shard ranks, in the ``.grad`` of the optimizer's parameters and not in that of the
-        model's (ZeRO stage 1); ``shards``: in the model's DTensors (FSDP2).
+        ``rank``: whole on this rank, with a single shard. ``rows`` (ZeRO stage 1): in rows over the shard ranks, in the
+        ``.grad`` of the optimizer's parameters, not of the model's. ``shards`` (FSDP2): in the ``.grad`` of the model's
+        DTensors. ``sliced_rows``: with tensor parallelism, split over tensor ranks, each slice in rows over the shard
+        ranks.
         """
         if self._run_context.mesh.tensor > 1:
             return "sliced_rows"

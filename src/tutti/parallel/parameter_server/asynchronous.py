@@ -213,8 +213,8 @@ class AsynchronousServerSync(RemoteGradients):
         strategy ``parameter_server``. The gradient is the mean over the worker's own samples or tokens, clipped; with
         ``push`` above 1 the servers receive the sum of the gradients since the last push. A non-finite gradient makes
         no update, and is left out of the sum. Sets every ``.grad`` to None. Each step makes a request to all servers,
-        also one that transfers no tensors, and waits for their replies, not for other ranks. What is read becomes the
-        worker's parameters.
+        also one that transfers no tensors, and waits for their replies, not for other ranks. Parameters that come with
+        the replies become the worker's parameters.
 
         Args:
             worker: index of the logical worker, the one given to ``begin_worker`` before.

@@ -50,7 +50,10 @@ def made_numbers(like: Any, low: float, device: torch.device, generator: torch.G
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """Return the tensors in an object's attributes, lists and mappings, such as those of a cache of keys and values."""
+    """Return the tensors in an object's attributes, lists and mappings at any depth, each once.
+
+    An example is a cache of keys and values. Modules and classes are not searched.
+    """
     found, seen, left = list[Tensor](), set[int](), [value]
     while left:
         each = left.pop()

@@ -129,8 +129,9 @@ class SplitBackward:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
         Called after ``inputs`` for the same micro-batch. The gradients of a layer's weights are computed from the
-        gradients of its outputs. Parameters that other code than a recorded layer also uses, such as tied weights, are
-        found in the first backward, and their gradients are computed from ``roots``. Not collective.
+        gradients of its outputs. For some parameters this is not possible, such as a weight that is also read outside
+        of its layer: the first backward finds them, and their gradients are computed by a backward from ``roots``. Not
+        collective.
 
         Args:
             roots: ``tensors`` where the pipeline stage's backward starts, and their ``gradients``, as for ``inputs``.

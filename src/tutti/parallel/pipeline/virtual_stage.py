@@ -125,8 +125,8 @@ def cut_into_stages(
     Args:
         plain: the whole model.
         graph: graph of the model's forward, from ``torch.fx`` or from ``record``.
-        bounds: (stages + 1,) indices into ``body(graph)``, the graph's nodes each of which exactly one stage computes;
-            stage i computes the nodes from bound i to bound i + 1, exclusive.
+        bounds: (stages + 1,) indices into ``body(graph)``, the list of the nodes that are divided over stages; stage i
+            computes the nodes from bound i to bound i + 1, exclusive.
         also: for each stage, names of parameters and buffers that the stage holds in addition to those of the modules
             that it calls.
         record: record of the forward, for stages that run the model's own code; None for stages that run parts of
@@ -157,15 +157,15 @@ def cut_into_stages(
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return for each node of a model's graph where its value is last used, to know which values cross a cut.
+    """Return for each node of a model's graph the last node that uses its value, which shows the cuts it crosses.
 
     Args:
         graph: graph of the model's forward.
 
     Returns:
-        For each node of ``body(graph)`` (the list of nodes each of which exactly one stage computes) the index in that
-        list of the last node that uses its value; the length of that list where the model's output uses the value, -1
-        for a value without users.
+        For each node of ``body(graph)``, the list of the nodes that are divided over stages, the index in this list of
+        the last node that uses its value; the length of the list where the model's output uses the value, -1 for a
+        value without users.
     """
     nodes = body(graph)
     place = {node: i for i, node in enumerate(nodes)}

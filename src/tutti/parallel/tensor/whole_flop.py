@@ -24,8 +24,9 @@ def whole_flop_share(
 ) -> float | None:
     """Return the share of the forward's floating-point operations that every tensor-parallel rank computes.
 
-    The loss function runs once on two samples; matrix products, convolutions and attention count. Those of a layer that
-    the plan splits, or of a block that computes on this rank's heads, are divided over the ranks; all others are not.
+    The loss function runs once on two samples; matrix products, convolutions and attention count. The ranks divide the
+    operations of a layer that the plan splits, and of a block that computes on this rank's heads; every rank computes
+    all other operations.
 
     Args:
         plain: the whole model; it stays as it was.
