@@ -149,7 +149,7 @@ def branch_trials(
     Args:
         point: the checkpoint, from ``branch_point``.
         multiples: global batch sizes of the branches, as multiples of the run's; 1 is always added.
-        seeds: number of branches of each multiple, each with an order of samples of its own.
+        seeds: number of branches of each multiple, each with another seed, and so another order of samples.
         window: number of epochs that each branch trains after the checkpoint.
         rule: factor on the learning rate: the multiple (``linear``), its square root (``sqrt``) or 1 (``none``); read
             only if the run has no rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.

@@ -49,8 +49,8 @@ class TunedBatch:
 def check_batches(base: TrainConfig, batches: Sequence[int]) -> None:
     """Raise UsageError unless runs of several batch sizes to a target can be made from a configuration.
 
-    Needed are at least two different batch sizes of 1 or more, a target (``--until``), and no option that changes the
-    batch size or scales the learning rate (``--batch-growth``, ``--regime-batch``, ``--lr-scale``).
+    There must be at least two different batch sizes of 1 or more, a target (``--until``), and no option that changes
+    the batch size or scales the learning rate (``--batch-growth``, ``--regime-batch``, ``--lr-scale``).
 
     Args:
         base: the configuration, whose optimizer has the rate of its own batch size.

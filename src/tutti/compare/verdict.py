@@ -155,7 +155,7 @@ class Effect:
 
     @property
     def clear(self) -> bool:
-        """Whether the change of options makes a difference to the metric beyond that of seeds.
+        """Whether the change of options changes the metric by more than a change of the seed does.
 
         It does if the gain or loss of the mean exceeds ``noise``, the larger spread (largest minus smallest metric over
         the seeds) of the two compared configurations.
@@ -234,7 +234,7 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
-    """Say in sentences after how many steps, samples and seconds each rung reached its target (``--until``).
+    """Return sentences with the steps, samples and seconds after which each rung reached its target (``--until``).
 
     A rung is a training configuration. The numbers are medians over the seeds; each is also given as a multiple of the
     first rung's, if that has the same target.
@@ -244,8 +244,8 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
         rows: results by rung name, of rungs with finished runs.
 
     Returns:
-        One sentence for each rung with a target and finished runs, in the ladder's order. If so many seeds missed the
-        target that the median is infinite, the sentence says how many reached it, and gives no numbers.
+        One sentence for each rung with a target and finished runs, in the ladder's order. If half of the seeds or more
+        missed the target, the sentence states the number of seeds that reached it instead.
     """
     sentences = []
     first = rows.get(ladder.rungs[0].name)

@@ -64,7 +64,7 @@ class Slowness:
         """Raise UsageError if a delayed rank or logical worker does not exist, or ``factor`` is to slow an accelerator.
 
         A logical worker is a fixed share of the global batch. The option ``factor`` multiplies the measured CPU time of
-        forward and backward, which says nothing of the time on an accelerator; the option ``ms`` works on any device.
+        forward and backward, which is not the time on an accelerator; the option ``ms`` works on any device.
 
         Args:
             ranks: number of ranks of the run.

@@ -32,13 +32,14 @@ class Strategy:
         reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
         single_update: whether all logical workers make one update together, from the sum of their gradients.
         custom_loop: whether scripts may have training loops of their own, with ``run.backward`` and ``optimizer.step``.
-        local_steps: whether each worker has weights of its own and updates them by itself; such loops then need as many
-            workers as data ranks.
+        local_steps: whether each worker has and updates its own weights; custom training loops then need one worker for
+            each data rank.
         shared_weights: whether workers hold the same weights at any time, so that batch norm may pool their samples.
         averages: whether all ranks see the same parameters after an update, so that an average of the weights is
             defined.
         worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
-        own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
+        own_backward: whether each micro-batch has a backward of its own; False where one backward computes all
+            micro-batches of a worker.
         sparse_devices: largest number of devices on which the strategy exchanges sparse gradients, 0 for none; None for
             no limit. On more devices a model runs only if its gradients can be made dense.
         own_copies: whether every rank has its own full copy of parameters and optimizer state, into which a script may

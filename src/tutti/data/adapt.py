@@ -31,14 +31,14 @@ def adapt_training(
         data: a ``Source``, a tensor, several tensors, a ``TensorDataset``, or a map-style data set; an iterable, or
             ``Sharded(iterable)`` where the iterable differs between data ranks; or a function without arguments that
             returns an iterable.
-        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        collate: the script's function from a list of samples to a batch; None for PyTorch's default collation.
         drop_last: whether an epoch ends before a batch that would be smaller than the others; for a stream only.
         processes: number of loader processes of each rank, over which a stream divides its samples; for a stream only,
             and without effect for a ``Sharded``.
 
     Returns:
-        A ``Source``, whose ``fetch`` returns the samples of given indices as one batch, for everything with a length
-        and an index; a ``Stream``, which is read in the order of its own samples, for an iterable.
+        A ``Source`` for data with a length and an index; its ``fetch`` returns the samples of given indices as one
+        batch. A ``Stream`` for an iterable, which is read in its own order.
 
     Raises:
         UsageError: ``data`` is none of these, is a text or a path, can be read only once (an iterator), makes batches
@@ -86,10 +86,10 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
     Args:
         data: a source, which is returned as it is, a tensor, several tensors, a ``TensorDataset`` or a map-style data
             set.
-        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        collate: the script's function from a list of samples to a batch; None for PyTorch's default collation.
 
     Returns:
-        The source: its length is the number of samples, and ``fetch`` returns those of given indices as one batch.
+        The source: its length is the number of samples, and ``fetch`` returns the samples of given indices as a batch.
 
     Raises:
         UsageError: ``data`` has no ``__len__`` or no ``__getitem__``, or is a source and there is a ``collate``.

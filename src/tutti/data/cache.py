@@ -33,8 +33,8 @@ def folder() -> Path:
 def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
     """Return an array from the cache on disk; make and store it first if the cache has no valid one.
 
-    Of several processes of a host that ask for the same ``key`` one makes the array, while the others wait for it; a
-    process that has waited for three minutes makes an array of its own. A cache that cannot be written is no error: the
+    If several processes of a host ask for the same ``key``, one makes the array and the others wait; a process that has
+    waited for three minutes makes the array itself. A cache that cannot be written is no error: the
     array then stays in this process's memory. Exceptions of ``make`` propagate, and nothing is stored.
 
     Args:

@@ -36,9 +36,9 @@ def make_reader(
         order: the order of a map-style data set's samples; None: all, shuffled.
 
     Returns:
-        The reader, whose ``read(epoch, start)`` yields this rank's samples of each global batch on the CPU. A map-style
-        data set is read by index; of an iterable every rank reads all samples and keeps its own, or reads a stream of
-        its own if the data set shards itself.
+        The reader, whose ``read(epoch, start)`` yields this rank's samples of each global batch on the CPU. It reads a
+        map-style data set by index. From an iterable it reads all samples and keeps the rank's own; if the data set
+        shards itself, all samples are the rank's own.
 
     Raises:
         UsageError: loader processes were requested for a stream that shards itself.

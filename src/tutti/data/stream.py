@@ -101,7 +101,7 @@ class Stream:
         return self.collated(items, 0, key)
 
     def collated(self, items: list[Any], first: int, key: int) -> Batch:
-        """Collate samples into one batch, with the script's ``collate`` or that of PyTorch.
+        """Collate samples into one batch, with the script's ``collate`` or PyTorch's ``default_collate``.
 
         Args:
             items: the samples, at least one.

@@ -293,12 +293,12 @@ class ShardedStream:
     def state(self) -> Any:
         """Return ``{"streams": N}`` for a checkpoint, with the number N of data-parallel ranks.
 
-        A resumed run must have as many, because each rank reads an iterable of its own.
+        A resumed run must have the same number of ranks, because each rank reads an iterable of its own.
         """
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
-        """Check that the run has as many data-parallel ranks, each with an iterable of its own, as the saved one.
+        """Check that the run has the saved run's number of data-parallel ranks, each of which reads its own iterable.
 
         Args:
             at: the checkpoint's data position; has no effect here.

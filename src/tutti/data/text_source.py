@@ -169,7 +169,7 @@ def encode_characters(text: str, name: str) -> Text:
 def embedded() -> str:
     """Return the source code of modules of Python's standard library as one text, to train on without a file.
 
-    The modules are whole and in alphabetical order, as many as fit into a megabyte. Modules with a leading underscore
+    The modules are whole and in alphabetical order, and fill at most a megabyte. Modules with a leading underscore
     are left out: some of them differ between machines with the same Python.
 
     Raises:

@@ -138,12 +138,11 @@ def _never_began(path: Path) -> bool:
 def find_run(config: TrainConfig, task: str) -> Path:
     """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
-    Searched are the run directories in the folder ``config.runs``; the newest has the ``config.toml`` that was written
-    last. Directories with an unreadable ``config.toml`` are left out. Configurations are equal if their
-    ``config_sha256`` is, which leaves out options without an effect on the result; settings that ``config.change``
-    names may differ, too. If ``config`` leaves ``workers`` unset, the number of logical workers (shares of the global
-    batch) of a run that was resumed before is not compared: resuming has written the number of its first start into its
-    ``config.toml``.
+    The run is sought in the folder ``config.runs``; the newest run has the ``config.toml`` that was written last.
+    Directories with an unreadable ``config.toml`` are left out. Configurations are equal if their ``config_sha256`` is,
+    which leaves out options without an effect on the result; settings that ``config.change`` names may differ, too. If
+    ``config`` leaves ``workers`` unset, the number of logical workers (shares of the global batch) of a run that was
+    resumed before is not compared: resuming has written the number of its first start into its ``config.toml``.
 
     Args:
         config: configuration that the run must have, and the folder of runs (``runs``).

@@ -12,8 +12,8 @@ MFU = "throughput/device/mfu"
 class DeviceThroughput:
     """Tokens and FLOP of one sample of a run, and the peak of its devices, from which throughput figures follow.
 
-    Model FLOPs utilisation (MFU) is the model's FLOP/s ÷ peak, hardware FLOPs utilisation (HFU) that of all FLOP that
-    are computed, recomputation included (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Causal attention counts
+    Model FLOPs utilisation (MFU) is the model's FLOP/s ÷ peak; hardware FLOPs utilisation (HFU) counts recomputation,
+    too (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Causal attention counts
     half, unlike in that paper.
 
     Attributes:

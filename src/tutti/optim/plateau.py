@@ -36,11 +36,11 @@ class Plateau:
         self._bad = self._cooldown = 0
 
     def evaluated(self, value: float) -> bool:
-        """Take the result of an evaluation, and return whether ``factor`` falls because of it.
+        """Take the result of an evaluation, and return whether it lowers the attribute ``factor``.
 
-        Called on every rank after each evaluation during the run. ``factor`` falls, by multiplication with the option
-        ``factor`` and down to the option ``min``, after more than ``patience`` evaluations in a row without a better
-        value; the ``cooldown`` evaluations after a fall do not count. Not collective: every rank must pass the same
+        Called on every rank after each evaluation during the run. After more than ``patience`` evaluations in a row
+        without a better value, ``factor`` is multiplied by the option ``factor``, but not below the option ``min``; the
+        ``cooldown`` evaluations after that do not count. Not collective: every rank must pass the same
         value, so that all use the same rates.
 
         Args:

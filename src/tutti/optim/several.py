@@ -16,7 +16,7 @@ from tutti.types.optimizer_protocols import OptimizerFactory
 class SeveralOptimizers(Optimizer):
     """Several optimizers combined into one object, whose ``step`` steps all of them in order.
 
-    ``param_groups`` and ``state`` are those of all members.
+    ``param_groups`` and ``state`` combine the groups and states of all members.
 
     Args:
         members: optimizers over disjoint parameters; None for an optimizer without a parameter on this rank.

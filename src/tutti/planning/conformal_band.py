@@ -175,11 +175,10 @@ def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
 
     u is the unit (σ² + 0.1²)^⅜ for the standard deviation σ that a prediction states for its logarithm (``band_unit``).
     A cell is a class of predictions that rest on the same kind of measurement and extrapolate similarly far. q is a
-    quantile of the scores in the cell, those of the named source left out. Sources weigh as the square root of their
-    number of series, so that one large source does not speak for all. The level of the quantile is at least 90 %,
-    corrected for few series, and so high that the other sources' bands cover 90 % of a source that is left out, on
-    average over the sources: a quantile of the pooled scores alone does not know how far a new source differs from all
-    others.
+    quantile of the scores in the cell, without the scores of the source ``set_name``. The weight of a source is the
+    square root of its number of series, so that one large source does not dominate. The level of the quantile is at
+    least 90 %, corrected for few series. With three or more other sources it is raised until bands made from all of
+    them but one cover 90 % of this one, on average, because a new source may differ from all others.
 
     Args:
         residuals: scores, |ln(measured ÷ predicted)| ÷ u, by cell and then by published source.

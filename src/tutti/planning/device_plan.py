@@ -137,7 +137,7 @@ class TargetData:
 
         A tuple of three floats in samples: the median, the 5 % quantile and the 95 % quantile over Monte Carlo draws of
         the law E(B) = E_min(1 + B/B_crit) of the samples to the target. None where one batch alone was measured and no
-        recipe was given, which says nothing of B_crit.
+        recipe was given, because B_crit cannot be estimated from one batch.
         """
         if not len(self._critical):
             return None
@@ -336,8 +336,8 @@ class DevicePlan:
     def cost_band(self) -> tuple[float, float] | None:
         """Low and high end of a 90 % band of the plan's cost of training to the target, in the currency of the price.
 
-        A plan is a choice of devices, batch size and strategy; the price is that of a device for an hour. The band is
-        that of the training time, scaled. None without a price, or where the training time has no band.
+        A plan is a choice of devices, batch size and strategy; the price is for one device and hour. The band is the
+        band of the training time × price. None without a price, or where the training time has no band.
         """
         if self.cost is None or self.band is None:
             return None
@@ -348,8 +348,8 @@ class DevicePlan:
     def cost_ends(self) -> tuple[float, float] | None:
         """5 % and 95 % quantile of the plan's cost of training over Monte Carlo draws, in the currency of the price.
 
-        A plan is a choice of devices, batch size and strategy; the price is that of a device for an hour. The draws are
-        those of the training time to the target. None without a price.
+        A plan is a choice of devices, batch size and strategy; the price is for one device and hour. The draws are of
+        the training time to the target. None without a price.
         """
         if self.cost is None:
             return None
@@ -466,17 +466,16 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
     """Return the plan with the most devices at which a doubling of the devices made training at least 1.5 × as fast.
 
-    A plan is a choice of devices, batch size and strategy, with its training time. From one entry with N′ devices to
-    the next, with N, the time must fall by the factor 1.5 (``WORTH``) to the power of log₂(N/N′), compared with the
-    fastest entry so far: a plan that is faster only than a slow predecessor gains nothing. The first entry is returned
-    if no doubling gained so much.
+    A plan is a choice of devices, batch size and strategy, with its training time. An entry of N devices counts if it
+    trains faster than the fastest entry with fewer devices by at least the factor 1.5 (``WORTH``) to the power of
+    log₂(N/N′), where N′ is the number of devices of the entry before it.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
-        The entry of ``best`` with the most devices that gained so much over all entries before it, even if an earlier
-        doubling gained less; None for fewer than two numbers of devices, which say nothing about doublings.
+        The entry with the most devices that counts, even if an earlier entry does not; the first entry if none counts.
+        None for fewer than two entries.
     """
     if len(best) < 2:
         return None
@@ -504,8 +503,8 @@ def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
 def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
     """Return whether a plan meets a deadline and a budget even at the slow end of its predicted training time.
 
-    The slow end is that of the band which holds the true time with 90 % probability; the cost is that of this time.
-    A plan without a band is judged by its predicted time. A limit that is met exactly is met.
+    The slow end is the high end of the plan's 90 % band of seconds, and the budget is compared with the cost of these
+    seconds. A plan without a band is judged by its predicted time. Equality meets a limit.
 
     Args:
         plan: the plan.

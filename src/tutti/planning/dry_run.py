@@ -39,13 +39,13 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
     Args:
         task: name of the task.
         config: configuration of the run, with a number of devices.
-        memory: memory of a device, such as ``16GB``; None: that of this host's smallest accelerator, or without
+        memory: memory of a device, such as ``16GB``; None: the memory of this host's smallest accelerator, or without
             accelerators a process's share of the host's memory.
         preload: names of modules that every rank's process imports at its start.
 
     Returns:
-        The process exit code: 0 if the steps ran, or if none ran for lack of free memory on this host; otherwise that
-        of the failed launch.
+        The process exit code: 0 if the steps ran, or if none ran for lack of free memory on this host; otherwise the
+        exit code of the failed launch.
 
     Raises:
         UsageError: the run does not fit (the message names the nearest plan that does, if there is one), ``memory``

@@ -388,9 +388,9 @@ def kindred_rate(
 ) -> tuple[float, float, str]:
     """Estimate the hardware FLOP/s that training reaches on a chip, from published jobs on other chips.
 
-    The estimate is the chip's dense peak times the median utilisation of other chips in this class of precision: of
-    those of the same architecture, else of all. Each is converted to the chip's ratio of FLOP/s to bytes/s and to
-    ``width`` as ``anchored_rate`` does.
+    The estimate is the chip's dense peak times the median utilisation of other chips in this class of precision: of the
+    chips of the same architecture, or of all chips if the architecture has no others. Each utilisation is converted to
+    the chip's ratio of FLOP/s to bytes/s and to ``width`` as ``anchored_rate`` does.
 
     Args:
         hardware: name of the hardware as people write it, such as ``H200``.

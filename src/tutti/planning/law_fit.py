@@ -54,10 +54,9 @@ class FittedLaw:
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
-            deviation of the natural logarithm of a measurement. The latter is the root of a sum of squares: the
-            standard deviation over random draws of the law's constants from their posterior, and ``misfit``, that of
-            the residuals of the fit, once for the measurement and once more for each doubling, because the errors of
-            a law beyond the fitted sizes are not those within them (a random walk, a guess).
+            deviation s of the natural logarithm of a measurement. s² is the variance over random draws of the law's
+            constants from their posterior, plus (1 + ``doublings``) · ``misfit``²: the errors of a law are guessed to
+            grow like a random walk beyond the fitted sizes.
         """
         normal = np.random.default_rng(0).standard_normal((DRAWS, len(self.log_constants)))
         spread = np.asarray(self.law.spread)
@@ -111,14 +110,14 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
             ``law.spread``.
         inputs: an array (n,) for each input of the law by its name, with one element for each measurement.
         seconds: (n,) measured seconds, or other quantity of the law, positive; for n = 0 the fit is the prior.
-        independent: effective number of measurements: if n is larger, errors are weighted down so that together they
-            count as so many independent ones. Pass the constant ``OTHER_SETS`` for measurements of another source than
-            the one to predict, which say less about it.
+        independent: largest effective number of measurements: with more, each error weighs less, so that together they
+            weigh as this number of independent ones. Pass the constant ``OTHER_SETS`` for measurements of other sources
+            than the predicted one.
 
     Returns:
         A ``FittedLaw``: ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the
-        optimum with the prior included, ``rows`` = n, and ``misfit``, the standard deviation of the errors of log
-        seconds that are left; ``predict`` gives the seconds of further measurements.
+        optimum with the prior included, ``rows`` = n, and ``misfit``, the standard deviation of the fit's errors in log
+        seconds; its method ``predict`` returns the seconds of further measurements.
     """
     from scipy.optimize import least_squares
 

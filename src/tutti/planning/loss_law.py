@@ -175,9 +175,9 @@ def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], ND
 def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: Array) -> float:
     """Estimate how far the losses of larger runs lie from the law: the standard deviation of their logarithms.
 
-    The estimate is the larger of two root mean square errors of log loss: that of the law on the runs that it is fitted
-    to, and that of predictions of the largest tenth of the runs by a law fitted to all other runs. Where too few other
-    runs are left for a fit, the estimate is the first error.
+    The estimate is the larger of two root mean square errors of log loss: the error of the law on the runs that it is
+    fitted to, and the error on the largest tenth of the runs of a law that is fitted to all other runs. Where the other
+    runs are too few for a fit, the estimate is the first error.
 
     Args:
         fitted: the law L = E + A/N^α + B/D^β, fitted to all of these runs.

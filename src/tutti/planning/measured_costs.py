@@ -182,11 +182,11 @@ class MeasuredCosts(StepCosts):
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
         """Return the seconds of a collective, from measured curves within a node and between nodes.
 
-        If a node's curves are of other numbers of ranks, one of them is scaled as a ring's time is. If there is none,
-        an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
-        which send messages and agree on the gradient norm, need no measured collective. A broadcast without a curve
-        takes as long as an all-gather. Between nodes, a curve that was measured with one rank a node is taken; without
-        such a curve, a ring's closed form over the stated link. Lines on all this are added to the list ``guesses``.
+        Within a node, a curve of another number of ranks is scaled as the time of a ring, and a broadcast without a
+        curve takes as long as an all-gather. Without any curve, an all-reduce of at most 1,024 bytes takes the seconds
+        of a ring's messages over the measured links, so that pipelines, which send messages and agree on the gradient
+        norm, need no measured collective. Between nodes, the seconds are those of the curve measured with one rank a
+        node, or of a ring's closed form over the stated link. Each such replacement adds a line to ``guesses``.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.

@@ -131,7 +131,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> MemoryFacts:
 def wrapped_bytes(model: nn.Module, policy: Sequence[str]) -> tuple[int, int]:
     """Return bytes of parameters: of the largest FSDP-wrapped module, and outside of all FSDP-wrapped modules.
 
-    A wrapped module counts with all parameters below it, those of wrapped modules inside it included.
+    A wrapped module counts with all its parameters, also with the parameters of wrapped modules inside it.
 
     Args:
         model: the model before any split, also on fake tensors.
@@ -329,8 +329,8 @@ def repeated_sample(sample: Any, samples: int, config: PlannedRun) -> Any:
 def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
 
-    The gradients are added to the parameters' ``grad``. Of a loss function that returns a tuple, the first element is
-    the loss; backward starts from the sum of the loss's elements.
+    The gradients are added to the parameters' ``grad``. If the loss function returns a tuple, its first element is the
+    loss. Backward starts from the sum of the loss's elements.
 
     Args:
         model: the model, or a callable in its place.
@@ -393,7 +393,7 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
     """Return the bytes that training takes on a device as a table for people: kind of bytes → bytes.
 
     Kinds are ``parameters``, ``gradients``, ``optimizer`` (state), ``messages`` (communication buffers), ``average``
-    (averaged weights), ``activations`` and ``buffers``, in this order, those of 0 bytes left out. The last entry is
+    (averaged weights), ``activations`` and ``buffers``, in this order; kinds of 0 bytes are left out. The last entry is
     ``total``, their sum.
 
     Args:
@@ -406,9 +406,9 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
 def nearest_plan(found: MemoryFacts, config: PlannedRun, room: float) -> PlannedRun | None:
     """Find a run that fits into the memory of a device and differs little from ``config``.
 
-    Tried are first smaller micro-batches, of which the largest that fits is taken (with synchronised batch norm none),
-    then ``--strategy sharded`` on the fewest devices, with the lowest ZeRO stage: on as many devices as ``config`` has
-    (at least two), then on more, powers of two up to 1,024.
+    The first choice is the largest smaller micro-batch that fits (not with synchronised batch norm). The second is
+    ``--strategy sharded`` on the fewest devices with the lowest ZeRO stage; numbers of devices to try are that of
+    ``config``, or two if it has one, and larger powers of two up to 1,024.
 
     Args:
         found: bytes of the model's parameters and activations, as ``model_facts`` measures them.

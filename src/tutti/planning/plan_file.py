@@ -29,9 +29,9 @@ _ROOM = 2.0
 def model_run(plan: DevicePlan, runs: Sequence[RunEvidence]) -> RunEvidence | None:
     """Return the finished run from which the planned run takes learning rate, schedule and length.
 
-    Preferred are runs that reached their target; of these, runs of the plan's batch size and strategy, then runs of its
-    batch size, then runs of the largest batch size. Of several such runs the one is taken which needed the median
-    number of samples to its target.
+    Runs that reached their target come first; among them runs of the plan's batch size and strategy, then runs of its
+    batch size, then runs of the largest batch size. Among several runs of equal rank the result is the run with the
+    median number of samples to its target.
 
     Args:
         plan: devices, batch and strategy of the planned run.

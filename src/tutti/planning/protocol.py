@@ -70,9 +70,9 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
 def fit_limits(sizes: Sequence[float]) -> list[float]:
     """Return the limits at which a back-test divides measurements by size into a fitted and a predicted part.
 
-    Measurements of sizes (such as numbers of devices) up to a limit are fitted, and those of at least twice the limit
-    predicted. For each power of two, from 1 to half the largest size, the largest size up to this power is a limit if
-    there is a smaller size.
+    The back-test fits measurements of sizes (such as numbers of devices) up to a limit, and predicts measurements of at
+    least twice the limit. For each power of two from 1 to half the largest size, the largest size up to this power is a
+    limit, unless it is the smallest of all sizes.
 
     Args:
         sizes: sizes of the measurements, in any order.

@@ -295,8 +295,8 @@ def target_interval(entry: Mapping[str, Any]) -> tuple[float, float]:
 def interval_spread(interval: tuple[float, float]) -> float:
     """Return the standard deviation of the natural logarithm of a number of which only an interval is known.
 
-    It is width ÷ (√12 · middle), to first order that of a number which lies anywhere in the interval with equal
-    probability.
+    The number is taken as uniformly distributed over the interval; the result is width ÷ (√12 · middle), to first
+    order.
 
     Args:
         interval: low end, at least 0, and high end, above 0.

@@ -63,9 +63,9 @@ def _micro_batches_of_rank(batch: int, workers: int, ranks: int, micro: int | No
 def check_buildable(config: PlannedRun) -> None:
     """Raise UsageError if the simulator cannot build the training step of a run with its strategy and options.
 
-    Refused are ``offload`` and ``param_dtype`` of sharding; ``backup`` workers of parameter servers; ``post`` of local
-    SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``; and options that ``check_split`` (layers split
-    over tensor ranks) or ``check_delays`` (``--slow``) refuses.
+    It cannot build ``offload`` and ``param_dtype`` of sharding; ``backup`` workers of parameter servers; ``post`` of
+    local SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``; and options that ``check_split`` (layers
+    split over tensor ranks) or ``check_delays`` (``--slow``) refuses.
 
     Args:
         config: configuration of the run, with a number of devices.
@@ -181,10 +181,10 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
 def check_split(config: PlannedRun) -> None:
     """Raise UsageError if the simulator cannot build the step of a model whose layers or shards lie on several ranks.
 
-    Only strategies ``tensor`` and ``hybrid`` are checked. Refused are shards of pipeline stages; shards of gradients or
-    parameters (ZeRO stages 2 and 3) of layers that are split over tensor ranks; sequence parallelism and activation
-    checkpointing in pipeline stages whose layers are split; and an optimizer that mixes the elements of a tensor, such
-    as Muon, where layers are split.
+    Only strategies ``tensor`` and ``hybrid`` are checked. The simulator cannot build shards of pipeline stages; shards
+    of gradients or parameters (ZeRO stages 2 and 3) of layers that are split over tensor ranks; sequence parallelism
+    and activation checkpointing in pipeline stages whose layers are split; and an optimizer that mixes the elements of
+    a tensor, such as Muon, where layers are split.
 
     Args:
         config: configuration of the run, with a number of devices.

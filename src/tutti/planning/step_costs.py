@@ -31,7 +31,7 @@ class StepCosts(Protocol):
         network: the machine's nodes and links.
         rests: sources of the durations, one line of text each.
         guesses: guessed numbers, one line of text each, without repetition.
-        overlaps: whether collectives run beside computing; on CPUs those of the strategy ``sharded`` block.
+        overlaps: whether collectives of the strategy ``sharded`` run beside computing; on CPUs they block.
     """
 
     name: str

@@ -82,7 +82,7 @@ class StepPrediction:
         band_text: source of the band, or the reason why there is none, in words.
         shares: compute, communication and idling as fractions of the devices' time; for a pipeline ``bubble`` too.
         samples_per_second: throughput of all devices together.
-        efficiency: samples a second and device, over those of one device alone.
+        efficiency: throughput of a device, divided by the throughput of a run on one device alone.
         memory: bytes on the fullest device, by kind.
         messages: ``vectors``, the number of vectors that are added up over data ranks in a step, and ``bytes``, their
             total size.
@@ -118,8 +118,8 @@ class TaskSizes:
 
     Attributes:
         samples: number of training samples of the task.
-        optimizer: text of ``--optimizer`` for the optimizer of the run: that of a task that makes its own, or else that
-            of ``config``.
+        optimizer: text of ``--optimizer`` for the optimizer of the run: the optimizer that the task makes, or else the
+            option of ``config``.
 
     Raises:
         UsageError: the task reads a stream.

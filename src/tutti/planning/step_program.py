@@ -100,8 +100,8 @@ class StepProgram:
 
     Attributes:
         devices: number of devices that are simulated; each stands for all with the same work.
-        actions: actions in an order in which they can be evaluated; those of one resource in the order in which it runs
-            them.
+        actions: actions, each after the actions that it needs. A resource (the compute units or the link of a device)
+            runs its actions in this order.
         vectors: vectors that the step adds up over the data ranks, in order.
         collectives: collectives that are no sum of vectors, in order.
         between_stages: messages and bytes from one device of a pipeline to another, by (source, destination).

@@ -61,7 +61,7 @@ def noise_section(runs: Sequence[RunRecord]) -> ReportSection | None:
 def target_law_section(runs: Sequence[RunRecord], law: TargetLaw | None) -> ReportSection | None:
     """Make the HTML report's section on steps and samples to a target over the batch: measured, and by the law E(B).
 
-    The law is E(B) = E_min(1 + B/B_crit) samples, so E(B) ÷ B steps. Measured are the runs of the report that reached
+    The law is E(B) = E_min(1 + B/B_crit) samples, so E(B) ÷ B steps. Measured points are the report's runs that reached
     the target, and the runs in the law's file. Without a law, the runs must have reached one target with two batch
     sizes.
 

@@ -45,12 +45,16 @@ class ReportedPlan:
 
 
 def read_plan(path: Path) -> ReportedPlan:
-    """Read a plan for a report.
+    """Read a plan, or a prediction of step times, from the file that a report is to show beside its runs.
 
     Args:
         path: TOML of ``tutti plan --out``, which holds the plan's runners-up as JSON in a comment, or another TOML file
             of options of ``tutti train``; or JSON of ``tutti plan`` or ``tutti simulate`` in a file that ends in
             ``.json``.
+
+    Returns:
+        A ``ReportedPlan``: ``name`` of the file, ``options`` of ``tutti train`` that it sets, and ``facts``, the JSON
+        object of the plan or prediction (empty for a TOML file of options alone).
 
     Raises:
         UsageError: the file is missing, no TOML or JSON table, or empty.

@@ -75,7 +75,7 @@ class ChartSeries:
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     """Thin a curve for drawing, by averaging groups of neighbouring points.
 
-    The sizes of two groups differ by at most one point. Of a curve of at most ``most`` points a copy is returned.
+    The sizes of two groups differ by at most one point. A curve of at most ``most`` points is copied unchanged.
 
     Args:
         points: (x, y), in order.

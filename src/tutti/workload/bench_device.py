@@ -98,8 +98,8 @@ _LONG = 0.5
 def bench_device(device: torch.device, found: Findings) -> None:
     """Measure how many seconds operators take on a device, by size and precision. Not collective.
 
-    Measured are matrix products, attention, convolutions, copies, elementwise operators, normalisation, and a minimal
-    operation, whose seconds are the fixed cost of a call.
+    The operators are matrix products, attention, convolutions, copies, elementwise operators and normalisation; and a
+    minimal operation, whose seconds are the fixed cost of a call.
 
     Args:
         device: the device.

@@ -119,8 +119,8 @@ def scaling_rows(figures: Mapping[str, Figure]) -> dict[str, list[tuple[int, Fig
 
     Returns:
         By task a list of (devices, throughput, efficiency). The throughput is a ``Figure``, whose ``value`` is samples
-        a second and ``spread`` the interquartile range of the runs. The efficiency is the samples a second and device,
-        divided by those of the fewest devices; 1 is linear scaling.
+        a second and ``spread`` the interquartile range of the runs. The efficiency is the throughput of a device,
+        divided by the throughput of a device at the fewest devices; 1 is linear scaling.
     """
     found: dict[str, list[tuple[int, Figure]]] = {}
     for name, figure in figures.items():
