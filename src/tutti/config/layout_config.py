@@ -105,9 +105,8 @@ class StagesConfig(StrategyOptions):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the option ``cuts`` does not name one module for each virtual stage but the first.
 
-        ``cuts`` names the first module of a stage. There are ``shape["stage"]`` times ``chunks`` virtual
-        stages. The check passes without ``cuts``, and on a device mesh with a single stage. Called before any rank
-        starts.
+        ``cuts`` names the first module of a stage. There are ``shape["stage"]`` times ``chunks`` virtual stages. The
+        check passes without ``cuts``, and on a device mesh with a single stage. Called before any rank starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

@@ -55,8 +55,8 @@ class HeldOutStream:
     def shares(self, ranks: int) -> list[list[int]]:
         """Return the indices of the blocks that each data-parallel rank evaluates, among the blocks read so far.
 
-        A block is a batch of held-out samples; block b is for rank b mod ``ranks``. Blocks count that the latest
-        iteration of ``micro_batches`` has read.
+        A block is a batch of held-out samples; block b is for rank b mod ``ranks``. The result has the blocks that the
+        latest iteration of ``micro_batches`` has read.
 
         Args:
             ranks: number of data-parallel ranks.

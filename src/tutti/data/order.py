@@ -225,8 +225,8 @@ class SampledOrder:
             For each global batch an int64 array (samples,) of indices in the data set.
 
         Raises:
-            DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
-                constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
+            DataError: the sampler yields no index, an element that is no index in the data set, or another number of
+                indices than the constructor's ``samples``; or a batch sampler yields a batch larger than ``largest``.
             UsageError: the sampler cannot be copied, or the script has changed a setting of it.
         """
         self._draw(epoch)
@@ -258,8 +258,8 @@ class SampledOrder:
             epoch: from 0; the sampler draws this epoch anew, unless the last draw was for the same epoch.
 
         Raises:
-            DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
-                constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
+            DataError: the sampler yields no index, an element that is no index in the data set, or another number of
+                indices than the constructor's ``samples``; or a batch sampler yields a batch larger than ``largest``.
             UsageError: the sampler cannot be copied.
         """
         self._draw(epoch)

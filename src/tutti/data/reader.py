@@ -193,10 +193,10 @@ class MapReader:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
         Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
-        and compare digests of this order. In the first call on several ranks they also compare two samples of a data
-        set that is no ``Source`` of the script's own with those of rank 0, which are broadcast (not with
-        ``TUTTI_DIAGNOSTICS=off``). An item of such a data set is then also read twice, to check that it does not depend
-        on earlier reads. Otherwise no collective is performed.
+        and compare digests of this order. The first call on several ranks also checks the data set, unless it is a
+        ``Source`` that the script has made, or ``TUTTI_DIAGNOSTICS=off`` is set: rank 0 broadcasts a sketch of two
+        samples, with which all ranks compare theirs; and an item is read twice, to check that it does not depend on
+        earlier reads. Otherwise no collective is performed.
 
         Args:
             epoch: from 0.
@@ -208,8 +208,7 @@ class MapReader:
             this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
-            MismatchError: on every rank, if a sampler has drawn other samples on another rank, or the data set has
-                other ones there.
+            MismatchError: on every rank, if the order of a sampler or the samples of the data set differ between ranks.
             DataError: a sample cannot be read or collated, or the sampler yields invalid indices.
             UsageError: the item that is read twice differs, though its random draws are the same.
             LoaderError: a loader process ended, or gave no batch within the timeout.

@@ -75,7 +75,7 @@ class Sampling:
 
         Raises:
             UsageError: the batch sampler cannot be copied.
-            DataError: it yields no list, or anything but lists of indices in the data set.
+            DataError: the sampler yields no list, or an element that is no list of indices in the data set.
         """
         if not self.whole or self.batch_size is not None:
             return self

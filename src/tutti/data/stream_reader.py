@@ -169,8 +169,8 @@ class ReplicatedStream:
 
         Args:
             at: the checkpoint's data position: epoch, and global batches consumed in it.
-            state: the result of ``state`` on rank 0 of the saved run; None, of a data set without a state of its own,
-                is taken as saved with at most one loader process.
+            state: the result of ``state`` on rank 0 of the saved run; None means that the data set had no state of its
+                own, and that at most one loader process has read it.
 
         Raises:
             CheckpointError: the number of loader processes differs from the saved run's, or ``state`` is that of a data

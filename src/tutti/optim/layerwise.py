@@ -293,7 +293,7 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 
 
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
-    """Return the compiled loops that can update this parameter; None where there are none, or with ``fused=False``.
+    """Return the compiled loops that can update this parameter; None without such loops, or with ``fused=False``.
 
     The first call in a process compiles the loops, or loads them from the user's cache, and blocks meanwhile. They need
     a CPU, float32 or float64, dense memory and a C++ compiler. The returned object has methods such as ``squares`` and

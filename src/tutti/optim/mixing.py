@@ -85,7 +85,7 @@ class Mixing:
 
 
 def mixing_of(optimizer: Optimizer) -> Mixing:
-    """Find out by trial which slices of tensors ``optimizer`` can step on with the result of a step on whole tensors.
+    """Find out by trial on which slices of tensors a step of ``optimizer`` gives the result of a step on whole tensors.
 
     An update that combines elements, such as Muon's, cannot step on slices. A copy of the optimizer is tried on small
     tensors; results are cached by class and settings. The optimizer's parameters and the states of the global

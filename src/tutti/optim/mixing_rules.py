@@ -116,9 +116,9 @@ def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None
             steps change.
 
     Raises:
-        UsageError: ``mixing.writes`` is not empty. The optimizer that steps (on a server, a stage or an owner of
-            tensors) takes its settings from the script's optimizer before each step, so that what its last step has
-            written into its groups, such as a count or an estimated learning rate, would be lost.
+        UsageError: ``mixing.writes`` is not empty. The copy (on a server, a stage or an owner of tensors) takes its
+            settings from the script's optimizer before each step, which would undo the changes of its last step, such
+            as of a count or an estimated learning rate.
     """
     if mixing.writes:
         entries = ", ".join(sorted(mixing.writes))

@@ -8,17 +8,17 @@ import math
 def weighted_moments(
     mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
 ) -> tuple[float, float]:
-    """Return unbiased (σ², μ²), variance and squared norm of the true gradient, from gradients gᵢ of a batch's parts.
+    """Return unbiased estimates (σ², μ²) of variance and squared norm of the true gradient, from a batch's parts.
 
-    The parts have unequal numbers of samples nᵢ, M in total. With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ the mean of
-    D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² over A gradients is (A-1)·tr Σ/M. So σ² = S·D/(A-1) is the variance of a gradient over M/S
-    samples, and μ² = ‖ḡ‖² - D/(A-1).
+    The A parts have unequal numbers of samples nᵢ, M in total, and gradients gᵢ. With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ, the
+    expectation of D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² is (A-1)·tr Σ/M. So σ² = S·D/(A-1) estimates the variance of a gradient over
+    M/S samples, one of S equal shares of the batch, and μ² = ‖ḡ‖² - D/(A-1) the squared norm.
 
     Args:
         mean_of_squares: Σ pᵢ‖gᵢ‖², the weighted mean of the squared norms.
         square_of_mean: ‖ḡ‖², the squared norm of the mean gradient.
         gradients: A, the number of parts with a gradient, at least 2.
-        shares: S; σ² is the variance of a gradient over M/S samples.
+        shares: S, the number of equal shares of the batch; σ² is the variance of the gradient of one share.
 
     Raises:
         ValueError: ``gradients`` is below 2.

@@ -169,15 +169,15 @@ def defaults_of(optimizer: Optimizer) -> dict[str, Any]:
 def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> Optimizer:
     """Copy an optimizer, with the optimizers inside of it, for other parameters; no constructor is called.
 
-    Attributes are copied. A parameter that the original has keeps a copy of its state. A new parameter gets the state
-    that a constructor has made for the first parameter of its group, if that consists of numbers, constant tensors and
-    copies of the parameter. Step hooks, and methods that were replaced on the instance, are left out.
+    Attributes are copied, and so is the state of each parameter that the original has, too. A new parameter gets the
+    state that a constructor has made for the first parameter of its group, if that state consists of numbers, constant
+    tensors and copies of the parameter. Step hooks, and methods that were replaced on the instance, are left out.
 
     Args:
         optimizer: the original, which is not changed.
-        groups: the copy's parameter groups, by the index of the original's group whose place each takes; settings that
-            are missing are those of the original's group. The copy lacks all other groups.
-        changes: options to set to other values than the original's, by name, where ``defaults`` has them.
+        groups: index of a parameter group of the original → group of the copy in its place. Missing settings are taken
+            from the original's group; groups of the original without an entry are left out.
+        changes: new values of options by name, for the options that the original's ``defaults`` have.
 
     Returns:
         A new optimizer of the same class, with ``groups`` as its ``param_groups``; it shares no state with the

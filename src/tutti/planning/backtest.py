@@ -98,10 +98,10 @@ class BacktestResult:
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
             ``series`` (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the
-            source's scores), ``others90`` (that of all other sources' scores, which gives the half width of the 90 %
-            bands; None where they are too few), ``coverage`` (share of the source's measurements within these bands)
-            and ``interval_score`` (mean width of these bands plus 20 × the distance of each measurement outside of
-            them, as natural logarithms; the smaller the better: Gneiting, Raftery 2007), both None without
+            source's scores), ``others90`` (quantile of all other sources' scores, the half width of the 90 % bands that
+            they give; None where they are too few), ``coverage`` (share of the source's measurements within these
+            bands) and ``interval_score`` (mean width of these bands plus 20 × the distance of each measurement outside
+            of them, as natural logarithms; the smaller the better: Gneiting, Raftery 2007), both None without
             ``others90``.
         """
         found: list[JsonRow] = []
@@ -133,10 +133,10 @@ class BacktestResult:
         return found
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the errors of all predictions of this back-test, each over a unit that grows with its uncertainty.
+        """Return the scores of all predictions of this back-test, which are errors relative to the stated uncertainty.
 
-        The error is |ln(measured ÷ predicted)|, and the quotient is called a score. The unit is (σ² + 0.1²)^⅜, where σ
-        is the standard deviation that the prediction states for its logarithm. Quantiles of these scores are the half
+        The score is |ln(measured ÷ predicted)| divided by the unit (σ² + 0.1²)^⅜, where σ is the standard deviation
+        that the prediction states for its logarithm. Quantiles of these scores are the half
         widths, in such units, of the bands of later predictions (split-conformal prediction); they ship with the
         package (``conformal_band.write_residuals``).
 

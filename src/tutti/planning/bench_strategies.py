@@ -72,10 +72,10 @@ def bench_strategies(world: World, found: Findings) -> None:
     """Measure the seconds in which the Python code of each strategy keeps a rank busy, besides the model's own.
 
     A tiny GPT, whose kernels take next to no time, is trained with each strategy for a few steps, with 2 and 6 layers
-    and 1 and 4 micro-batches. The measured quantity is CPU seconds of the main thread, which do not count while it
-    sleeps, minus those of the same passes and update without tutti. The law a + b·tensors + (c + d·units)·micro-batches
-    is fitted to it, with the number of a rank's parameter tensors; units are these tensors, for FSDP the wrapped
-    modules. Each run is measured twice, and the faster counts.
+    and 1 and 4 micro-batches. The measured quantity is CPU seconds of the main thread, without the time in which the
+    thread sleeps, minus the CPU seconds of the same passes and update without tutti. The law a + b·tensors + (c +
+    d·units)·micro-batches is fitted to it, with the number of a rank's parameter tensors; units are these tensors, for
+    FSDP the wrapped modules. Each run is measured twice, and the faster counts.
 
     Collective over all ranks of ``world``: each trains with them, and the seconds of each run are all-gathered, so that
     all ranks find the same figures. Call it in a launch of one rank, which measures the strategy ``single``, or of two

@@ -47,8 +47,8 @@ class BranchFit:
         start: held-out loss at the checkpoint.
         branches: all branches.
         tolerance: loss by which a branch may exceed the mean loss of the branches at one times the batch.
-        within: largest multiple up to which no mean loss of branches exceeds that at one times the batch by more than
-            the tolerance and the chance of seeds.
+        within: largest multiple up to which no mean loss of branches exceeds the mean loss at one times the batch by
+            more than the tolerance, after allowance for the spread over seeds.
         critical_batch: B_crit of E(B) = E_min(1 + B/B_crit), in samples: the median of its posterior.
         low, high: 5 % and 95 % quantiles of B_crit; 0 and ∞ where the branches do not bound it.
         centre, spread: mean and standard deviation of ln B_crit.
@@ -92,24 +92,25 @@ class BranchFit:
 def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance: float = 0.01) -> BranchFit:
     """Estimate the critical batch size from losses of branches: trainings that continue a checkpoint at larger batches.
 
-    There are two answers. ``within`` is that of Merrill et al. (arXiv 2505.23971): the largest multiple of the batch
+    There are two estimates. ``within``, by Merrill et al. (arXiv 2505.23971), is the largest multiple of the batch
     whose loss stays within a tolerance. It depends on the tolerance and on the length of the branches.
     ``critical_batch`` is B_crit of E(B) = E_min(1 + B/B_crit), the samples that training needs to a target at batch B,
-    which are E_min at small batches: samples are worth 1/(1 + B/B_crit) each, so a branch at k times the batch B lowers
-    the loss by P(1 + B/B_crit)/(1 + kB/B_crit), to first order, where P is the fall at k = 1. P is marginalised, the
-    prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
+    with E_min at small batches. A sample at batch B is worth 1/(1 + B/B_crit), so a branch at k times the batch B
+    lowers the loss by P(1 + B/B_crit)/(1 + kB/B_crit), to first order, where P is the fall at k = 1. P is marginalised,
+    the prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
 
     Args:
         batch: global batch at the checkpoint, in samples.
         start: held-out loss at the checkpoint.
         branches: branches at one times the batch and at one or more other multiples, at least three in all; all trained
             on the same number of samples.
-        tolerance: loss by which a branch may exceed that at one times the batch; Merrill et al. take 0.01.
+        tolerance: largest excess of a branch's loss over the mean loss at one times the batch, for ``within``; Merrill
+            et al. take 0.01.
 
     Returns:
-        A ``BranchFit`` with the attributes ``within`` (a multiple) and ``critical_batch`` (samples), both answers; the
-        90 % band of the second (``low``, ``high``; 0 and ∞ at an end that the branches do not bound), mean and standard
-        deviation of ln B_crit (``centre``, ``spread``) and P (``progress``).
+        A ``BranchFit`` with the attributes ``within`` (a multiple) and ``critical_batch`` (samples), both estimates;
+        the 90 % band of the second (``low``, ``high``; 0 and ∞ at an end that the branches do not bound), mean and
+        standard deviation of ln B_crit (``centre``, ``spread``) and P (``progress``).
 
     Raises:
         NonFiniteError: a loss is not finite.

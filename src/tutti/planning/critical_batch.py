@@ -145,8 +145,8 @@ def critical_batch(
     """Estimate the critical batch size, at which training needs twice the least data, from runs of one task.
 
     Where a run reached a target metric, the estimate is the median of the posterior of B_crit in E(B) = E_min(1 +
-    B/B_crit), fitted to the samples to the target, with gradient noise and branches as prior. Where none did, the
-    estimate is that of the branches, or without branches the gradient noise scale.
+    B/B_crit), fitted to the samples to the target, with gradient noise and branches as prior. Without such a run, the
+    estimate is the one of the branches, or without branches the gradient noise scale.
 
     Args:
         runs: evidence of one or more runs (``noise_evidence``).
@@ -164,9 +164,9 @@ def critical_batch(
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a
-            target is all that is known; no run had a target, and the noise scale is not finite and above 0, or noise or
-            branches bound the critical batch on neither side; the runs have different targets; a run missed its target;
-            or ``optimizer_noise`` is set and no run has that noise scale.
+            target is the only measurement; no run had a target, and the noise scale is not finite and above 0, or noise
+            or branches bound the critical batch on neither side; the runs have different targets; a run missed its
+            target; or ``optimizer_noise`` is set and no run has that noise scale.
     """
     noise = _band([estimate for run in runs for estimate in run.estimates])
     scaled = _band([estimate for run in runs for estimate in run.scaled])

@@ -31,10 +31,10 @@ _REST = ("gradients", "messages", "average", "activations")
 def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence[str]) -> int:
     """Print the predicted memory of a device; if the run fits, train two steps and print the measured memory too.
 
-    The steps run on all devices of the configuration: this function starts one process for each on this host, and waits
-    for them; printed is the memory of the device that takes most. On CPUs no step runs where this host has too little
-    free memory, which a printed line says. For a pipeline the stage partition is printed too. If a run would balance
-    its stages by measured times, another process measures the seconds of the modules first.
+    The steps run on all devices of the configuration: this function starts a process for each device on this host, and
+    waits for the processes. It prints the memory of the fullest device, and for a pipeline the stage partition. On CPUs
+    with too little free memory on this host it runs no step, and prints a line that says so. If a run would balance its
+    stages by measured times, another process measures the seconds of the modules first.
 
     Args:
         task: name of the task.

@@ -360,8 +360,8 @@ def anchored_rate(
     The estimate is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of
     precision; if some of these anchors have the same memory as ``hardware``, over them alone. A narrow transformer is
     slower: a token costs h² FLOP in matrix products at hidden size h, and h words in elementwise operators, which wait
-    for memory. Its rate is that of a wide one divided by 1 + w/h. The width w at which both take the same time is 400
-    for an A100 in 16 bits, a guess, and in proportion to FLOP/s over bytes/s for other chips and precisions. Each
+    for memory. Its rate is the rate of a wide one divided by 1 + w/h. The width w at which both take the same time is
+    400 for an A100 in 16 bits, a guess, and in proportion to FLOP/s over bytes/s for other chips and precisions. Each
     utilisation is converted in this way from the width of its published models to ``width``.
 
     Args:

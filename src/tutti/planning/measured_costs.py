@@ -162,7 +162,7 @@ class MeasuredCosts(StepCosts):
         Args:
             optimizer: name of the optimizer, such as ``adam``.
             parameters: number of parameters that the step updates.
-            tensors: number of tensors that hold them; each but one adds its measured seconds.
+            tensors: number of tensors that hold the parameters; each tensor after the first adds its measured seconds.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.

@@ -49,8 +49,8 @@ class PassCounter:
     def count(self, kind: str) -> None:
         """Count one pass over the samples, and write a line of progress to the counter's stream from time to time.
 
-        The line is written if the one before is at least 0.1 s old on a terminal, where it is rewritten, and 10 s
-        elsewhere. The counter's attribute ``passes`` holds the number of passes by kind. Call it within ``part``.
+        On a terminal the line is rewritten if it is at least 0.1 s old; elsewhere a new line follows after 10 s. The
+        counter's attribute ``passes`` holds the number of passes by kind. Call it within ``part``.
 
         Args:
             kind: kind of the pass, such as ``gradient``, under which it is counted.

@@ -129,9 +129,10 @@ def is_single_update(strategy: str) -> bool:
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     """Return the step times that runs measured, one entry for each combination of devices, batch, strategy and options.
 
-    Runs without ``step_seconds``, such as those of fewer than ten recorded steps, are left out. Of a run's options only
-    micro-batch and activation checkpointing tell entries apart. For strategies whose logical workers do not make one
-    common update a step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
+    Runs without ``step_seconds``, such as runs of fewer than ten recorded steps, are left out. Micro-batch and
+    activation checkpointing are the only options by which entries are distinguished. For strategies whose logical
+    workers do not make one common update a step, such as ``local_sgd``, an entry is left out if none of its runs
+    reached its target.
 
     Args:
         runs: finished runs of one task.

@@ -124,14 +124,17 @@ def rate_words(config: TrainConfig, near: RunEvidence | None) -> str:
 
 
 def write_plan(config: TrainConfig, task: str, facts: Mapping[str, Any], path: Path) -> None:
-    """Write ``plan.toml`` for ``tutti train --config``: in comments headline, learning rate, memory and runners-up.
+    """Write ``plan.toml``, the options of a planned run as ``tutti train --config`` reads them.
+
+    Comments state headline, learning rate, memory and runners-up. The last line is a comment with ``facts``, which
+    ``tutti report`` reads.
 
     Args:
         config: options of the planned run.
-        task: name of its task.
+        task: name of the run's task.
         facts: JSON object of ``tutti plan --json`` with the chosen plan and its runners-up: ``format``, the first key,
             ``headline`` (the plan in one sentence), ``plans``, ``chosen`` (index of the chosen plan),
-            ``learning_rate`` and so on. ``tutti report`` reads it from the last line.
+            ``learning_rate`` and so on.
         path: the file to write.
 
     Raises:

@@ -100,13 +100,13 @@ def read_evidence(path: Path) -> RunEvidence:
 
     Returns:
         A ``RunEvidence``: ``path`` as given; ``task`` and ``config``; ``target``, the object ``target`` of the summary
-        (None without ``--until``; of a run that diverged one that it has missed); ``step_seconds``, the mean seconds of
-        a step after the first fifth of the steps, scaled to a whole global batch (None where fewer than ten steps are
-        left, or where seconds or samples do not advance within one of five equal blocks of them), with the standard
-        error of its natural logarithm
-        (``step_spread``; 0 without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty
-        where ``env.json`` is missing or invalid); ``held_out``, names of the values that evaluations have recorded; and
-        the seconds of start, evaluations and saves (``overhead``), and samples of an epoch (``epoch_samples``).
+        (None without ``--until``; a missed target if the run diverged); ``step_seconds``, the mean seconds of a step
+        after the first fifth of the steps, scaled to a whole global batch (None where fewer than ten steps are left, or
+        where seconds or samples do not advance within one of five equal blocks of them); ``step_spread``, the standard
+        error of the natural logarithm of ``step_seconds`` (0 without it); ``host``, name of the host and ``cpu`` or
+        ``accelerator`` (empty where ``env.json`` is missing or invalid); ``held_out``, names of the values that
+        evaluations have recorded; ``overhead``, the seconds of start, evaluations and saves; and ``epoch_samples``, the
+        training samples of an epoch.
 
     Raises:
         UsageError: ``config.toml`` or ``metrics.jsonl`` is missing or cannot be read, the configuration has an invalid
@@ -277,8 +277,8 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
 def target_interval(entry: Mapping[str, Any]) -> tuple[float, float]:
     """Return the number of training samples after which a run reached its target, as an interval.
 
-    A run evaluates every so often only, so that it reached the target somewhere between two evaluations. The middle is
-    what ``tutti plan`` and ``tutti noise`` take as the samples to the target.
+    A run evaluates at intervals, and so reached the target somewhere between two evaluations. ``tutti plan`` and
+    ``tutti noise`` take the middle of the interval as the samples to the target.
 
     Args:
         entry: the object ``target`` of the run's ``summary.json``.
@@ -324,8 +324,8 @@ def measured_targets(
         Three values. The target. A list by rising batch size, whose elements have ``batch`` (samples of a global
         batch), ``samples`` (training samples until the target was reached, the middle of ``target_interval``, in the
         median of the runs; the higher of two middle ones), ``runs`` (number of runs) and ``spread`` (standard deviation
-        of ln ``samples``, because evaluations are apart). And lines in words: runs that missed the target, batches left
-        out, and evaluations that were far apart.
+        of ln ``samples`` within ``target_interval``). A list of texts on runs that missed the target, batches left out,
+        and long intervals between evaluations.
 
     Raises:
         UsageError: ``target`` is None, and no run was trained to a target or the runs have different targets; the runs

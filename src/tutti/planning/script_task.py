@@ -49,7 +49,7 @@ class ScriptTask:
 
     Attributes:
         task: model, loss and training data.
-        options: values by field of ``TrainConfig``; what the script does not say is absent.
+        options: values by field of ``TrainConfig``; options that the script does not state are absent.
         custom_loop: whether the script computes the loss in its own training loop, and gives no loss function to
             ``tutti.prepare``; such a script cannot be simulated in pipeline stages.
         has_loader: whether the script gives a ``DataLoader``, which decides the batch size.

@@ -14,7 +14,7 @@ _ITERATIONS = 10
 
 
 def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float) -> float:
-    """Return by how much the loss f rises at most in a box around a point: 100 · (max f(x + y) − f(x)) / (1 + f(x)) %.
+    """Return the largest rise of the loss f in a box around a point: 100 · (max f(x + y) − f(x)) / (1 + f(x)) %.
 
     The box is |y_i| ≤ ε(|x_i| + 1). The maximum is sought by 10 iterations of L-BFGS-B from x, and at the corner of the
     box to which the gradient's signs point, so that the result is a lower bound. The result depends on the scale of the
@@ -51,7 +51,7 @@ def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float)
 
 
 def sam_sharpness(function: ValueAndGradient, point: Vector, radius: float) -> float:
-    """Return how far the loss rises along its gradient g, f(x + ρ·g/‖g‖) − f(x), in units of the loss.
+    """Return the rise of the loss f after a step of length ρ along its gradient g: f(x + ρ·g/‖g‖) − f(x).
 
     0 where the gradient is zero.
 

@@ -102,7 +102,7 @@ class StepCosts(Protocol):
         Args:
             optimizer: name of the optimizer, such as ``adam``.
             parameters: number of parameters that the step updates.
-            tensors: number of tensors that hold them.
+            tensors: number of tensors that hold the parameters.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain

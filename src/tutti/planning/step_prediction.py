@@ -198,8 +198,8 @@ class TaskSizes:
     def memory(self, config: PlannedRun) -> MemoryFacts:
         """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
 
-        Computed once for each choice of activation checkpointing, with ``samples`` and ``activations`` of the first
-        ``config`` of that choice; the bytes of FSDP-wrapped modules once for each wrap policy.
+        Results are cached by choice of activation checkpointing: ``samples`` and ``activations`` are those of the first
+        ``config`` with this choice. The bytes of FSDP-wrapped modules are cached by wrap policy.
 
         Args:
             config: configuration of a run, whose activation checkpointing decides about the activations, and whose

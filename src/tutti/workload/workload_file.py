@@ -154,8 +154,8 @@ class Workload:
 
         Args:
             samples: number of samples in the micro-batch.
-            masked: fraction, 0 to 1, of the FLOP saved by causal masking that is counted anyway: 1 for the convention
-                of PaLM.
+            masked: fraction, 0 to 1, of the FLOP saved by causal masking that the result includes nevertheless; 1 for
+                the convention of PaLM.
         """
         return sum(
             work.flop.at(samples) + masked * work.masked_flop.at(samples)
