@@ -260,11 +260,11 @@ class MeanThreshold(Loop):
         self.most = 1.01 * float(self.last)
 
 
-def play(kind: type[Loop], strategy: str, workers: int) -> tuple[Arrays | None, str, int]:
+def play(kind: type[Loop], strategy: str, workers: int, batch: int = BATCH) -> tuple[Arrays | None, str, int]:
     """The weights at the end, or else the refusal's text; and the number of updates."""
     loop = kind()
     run = tutti.prepare(
-        loop.model, loop.optimizer, dataset(), strategy=strategy, workers=workers, batch_size=BATCH, seed=0
+        loop.model, loop.optimizer, dataset(), strategy=strategy, workers=workers, batch_size=batch, seed=0
     )
     loop.run = run
     try:
@@ -274,9 +274,9 @@ def play(kind: type[Loop], strategy: str, workers: int) -> tuple[Arrays | None, 
     return arrays(run.state()), "", run.updates
 
 
-def plain(kind: type[Loop]) -> Arrays:
+def plain(kind: type[Loop], batch: int = BATCH) -> Arrays:
     loop = kind()
-    loop.train(lambda epoch: global_batches(dataset(), BATCH, epoch), Tensor.backward)
+    loop.train(lambda epoch: global_batches(dataset(), batch, epoch), Tensor.backward)
     return arrays(loop.model.state_dict())
 
 
@@ -316,6 +316,20 @@ def test_right_ones_are_equal(kind: type[Loop], strategy: str, devices: int, wor
         assert difference(got, want) <= 1e-10
 
 
+@pytest.mark.parametrize("updates", [2, 4])
+@pytest.mark.parametrize("kind", [Bank, Teacher, Counter, Loader])
+def test_an_epoch_of_few_steps_is_checked_at_its_first_turn(kind: type[Loop], updates: int) -> None:
+    [(_, text, made)] = worlds.run_within(10.0, 1, play, kind=kind, strategy="single", workers=2, batch=80 // updates)
+    assert text and made == updates, text
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_ones_in_epochs_of_few_steps_are_equal(kind: type[Loop]) -> None:
+    [want] = worlds.run(1, plain, kind=kind, batch=40)
+    [(got, text, _)] = worlds.run(1, play, kind=kind, strategy="single", workers=2, batch=40)
+    assert got is not None and difference(got, want) <= 1e-10, text
+
+
 def steps(epochs: int, batches: int) -> list[bool]:
     """Whether each step of some epochs is in a window."""
     windows, found = WatchWindows(), []
@@ -328,6 +342,7 @@ def steps(epochs: int, batches: int) -> list[bool]:
 
 def test_a_window_is_the_last_step_of_an_epoch_and_the_first_two_of_the_next() -> None:
     assert [number for number, is_open in enumerate(steps(2, 10), 1) if is_open] == [10, 11, 12, 20]
+    assert [number for number, is_open in enumerate(steps(2, 4), 1) if is_open] == [4, 5, 6, 8]
 
 
 def test_later_windows_take_one_step_in_64() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tutti.data.reader import Position
 
 FIRST = 5
-"""First steps of a run, in which checks act by themselves."""
+"""First steps of a run, in which the checks of values that pass from step to step act by themselves."""
+_ALL = 2
+"""First steps of a run, in which all checks act by themselves."""
 _TURNS = 4
 """Turns of epochs that are all checked (a guess)."""
 _STEPS_EACH = 192
@@ -17,9 +19,9 @@ class WatchWindows:
 
     Where an epoch begins, scripts begin to do something else: a loss gets a second term, a memory bank that has filled
     is read, a teacher's average starts. A window is the last step of an epoch, which leaves values behind, and the
-    first two of the next one; the first five steps of a run are in none. The first four turns of epochs have a window,
-    and later ones as long as no more than one step in 64 is in a window. The choice depends on data positions and the
-    number of steps alone, so that it is the same on all ranks.
+    first two of the next one; the first two steps of a run are in none. All turns of epochs within the first five steps
+    have a window, so have the next four, and later ones as long as no more than one step in 64 is in a window. The
+    choice depends on data positions and the number of steps alone, so that it is the same on all ranks.
 
     Attributes:
         is_open: whether the present step is in a window.
@@ -40,7 +42,10 @@ class WatchWindows:
         """
         self._steps += 1
         self.is_open = False
-        if self._steps <= FIRST or after is None or after.batch > 2 or after.epoch == 0:
+        if self._steps <= _ALL or after is None or after.batch > 2 or after.epoch == 0:
+            return
+        if self._steps <= FIRST:
+            self.is_open = True
             return
         if after.epoch != self._turn:
             self._turn = after.epoch
