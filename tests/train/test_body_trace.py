@@ -139,9 +139,9 @@ def seeded_by_steps(
 
 @right
 def keyed(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
-    """Noise of NumPy's global generator, of one that is seeded for each step, and a constant."""
+    """Noise of NumPy's global generator, of one that is seeded for each step, and a constant column of a table."""
     noise = np.random.default_rng(run.global_step).normal(size=tuple(inputs.shape))
-    constant = torch.from_numpy(own.setdefault("constant", np.arange(4.0)))
+    constant = torch.from_numpy(own.setdefault("constant", np.arange(8.0).reshape(4, 2)))[:, 0]
     return (model(inputs + torch.from_numpy(noise * np.random.rand()) + constant) - targets).square().mean()
 
 

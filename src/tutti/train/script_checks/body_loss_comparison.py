@@ -206,7 +206,7 @@ class BodyLossComparison:
         if type(value) is list:
             return plain_digest(value)
         if type(value) is Tensor and _is_from_numpy(value) and memory_of(value) not in self._known:
-            value = value.resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy()
+            value = value.resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8).numpy()
         if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.size > _LARGEST:
             return None
         return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
