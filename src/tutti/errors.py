@@ -253,13 +253,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
     >>> did_you_mean("miror", ["single", "mirrored"])
     "did you mean 'mirrored'? Choices: mirrored, single"
+    >>> did_you_mean("DDP", ["ddp", "pp"])
+    "did you mean 'ddp'? Choices: ddp, pp"
     >>> did_you_mean("zzz", ["sgd", "adam"])
     'choices: adam, sgd'
     >>> did_you_mean("zzz", map(str, range(100)))[-23:]
     '25, 26, … (100 of them)'
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word if word in known else word.lower(), known, n=1, cutoff=0.5)
     listed = ", ".join(known[:_LISTED]) + f", … ({len(known)} of them)" * (len(known) > _LISTED)
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"
 
@@ -321,6 +323,8 @@ def own_line_of(error: BaseException) -> str | None:
     """
     folders = tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "purelib", "platlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == "<string>" and frame.name.startswith("__"):
+            continue  # a method that dataclasses has made
         if is_script_file(frame.filename) and not frame.filename.startswith((*folders, "<frozen ")):
             return f"{frame.filename}:{frame.lineno}"
     return None

@@ -43,6 +43,32 @@ def test_a_refusal_in_a_script_names_arguments(options: dict[str, Any], words: s
         assert "--strategy" not in "".join(parts) and "--reproducible" not in "".join(parts)
 
 
+def frames_of_tutti(given: str | None = None, verbosity: str = "quiet") -> list[str]:
+    """Names of tutti's functions in the traceback of a refusal."""
+    data = (torch.randn(12, 3), torch.randn(12, 1))
+
+    def loss(called: nn.Module, batch: Any) -> torch.Tensor:
+        raise tutti.errors.UsageError("of the script's own loss")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUTTI_VERBOSITY", verbosity)
+        with pytest.raises(tutti.errors.UsageError) as refusal:
+            run = tutti.prepare(nn.Linear(3, 1), "sgd:lr=0.1", data, loss, strategy=given or "tensor", batch_size=4)
+            run.step(next(iter(run.epoch(0))))
+    assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
+    return [each.name for each in refusal.traceback if Path(tutti.__file__).parent in Path(each.path).parents]
+
+
+def test_a_refusal_of_an_argument_shows_no_frame_of_tutti() -> None:
+    assert frames_of_tutti("mirored") == []
+    assert len(frames_of_tutti("mirored", verbosity="debug")) > 5
+
+
+def test_a_refusal_in_the_scripts_own_code_keeps_all_frames() -> None:
+    for names in worlds.run(2, frames_of_tutti):
+        assert len(names) > 5
+
+
 def restored(folder: str) -> str:
     prepare(workers=4).save(folder)
     try:

@@ -58,7 +58,7 @@ CLASSICS: Mapping[str, Classic] = {
         "each logical worker takes variances, ranks or in-batch negatives from the samples of its own micro-batch, as "
         "batch norm its statistics, so that the result depends on the numbers of workers and micro-batches",
         "compute the loss from the outputs of all ranks (tutti.allgather), with as many workers as devices; or take "
-        "workers=1 without micro_batch, on one device or by --strategy tensor; or keep it, if the loss is meant "
+        "workers=1 without micro_batch, on one device or by the strategy tensor; or keep it, if the loss is meant "
         "for a worker's samples, as with gradient accumulation",
     ),
     "one-rank-statistics": Classic(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
 from tutti.config.variables import PREFIX, SETTINGS
-from tutti.errors import TuttiError, UsageError, did_you_mean
+from tutti.config.verbosity import VERBOSITY
+from tutti.errors import TuttiError, UsageError, did_you_mean, own_line_of
 from tutti.train.run_options import RunOptions
 
 P = ParamSpec("P")
@@ -88,6 +90,9 @@ def _text(name: str, value: str) -> str:
 def refuse_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of the API: a mistyped keyword argument raises UsageError, which names the nearest one.
 
+    The traceback of a TuttiError ends at the decorated function's call, unless it leads through the script's own code,
+    such as its loss function, or ``TUTTI_VERBOSITY`` is ``debug``: tutti's frames do not tell which argument is wrong.
+
     >>> @refuse_unknown_arguments
     ... def prepare(batch_size: int = 1) -> None: ...
     >>> prepare(batchsize=2)
@@ -103,6 +108,14 @@ def refuse_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
             raise UsageError(
                 f"tutti.{function.__name__} has no argument '{unknown}'", remedy=did_you_mean(unknown, names)
             )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TuttiError as error:
+            if own_line_of(error) is not None or os.environ.get(VERBOSITY) == "debug":
+                raise
+            if error.__context__ is not None and own_line_of(error.__context__) is None:
+                error.__suppress_context__ = True
+            error.with_traceback(None)
+            raise
 
     return call

@@ -39,6 +39,14 @@ Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
 DEFAULT_BATCH_SIZE = 128
 """Samples of a global batch where neither the script nor its DataLoader states a batch size."""
 
+_TEXTS = {
+    "batch_norm": "'sync' or 'ghost:size=32'",
+    "lr_scale": "'linear:base_batch=256'",
+    "gradient_noise": "'multiplicative:base_batch=512'",
+    "activation_checkpointing": "'blocks' or 'selective', or a list of modules' names and classes",
+}
+"""Options that no number can be, and what may be given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -96,9 +104,16 @@ class RunOptions:
             raise UsageError(f"seed is {seed!r}", remedy="give a whole number")
         # Infinity measures the norm and clips nothing, as in PyTorch.
         clip: object = self.clip
-        if clip is not None and not (isinstance(clip, Real) and float(clip) > 0):
-            shown = f"{clip:g}" if isinstance(clip, Real) else repr(clip)
+        if clip is not None and (clip is True or not isinstance(clip, Real) or not float(clip) > 0):
+            shown = f"{clip:g}" if isinstance(clip, Real) and clip is not True else repr(clip)
             raise UsageError(f"clip is {shown}", remedy="give a number above 0, or None")
+        # "no" and "false" would count as true.
+        for name in ("shuffle", "drop_last", "channels_last", "identical_batches", "reproducible"):
+            if getattr(self, name) not in (True, False, None):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="give True or False")
+        for name, example in _TEXTS.items():
+            if isinstance(getattr(self, name), Real):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy=f"give text such as {example}")
 
     @cached_property
     def lr_rule(self) -> NoRule:
