@@ -105,7 +105,7 @@ class RunOptions:
         # Infinity measures the norm and clips nothing, as in PyTorch.
         clip: object = self.clip
         if clip is not None and (clip is True or not isinstance(clip, Real) or not float(clip) > 0):
-            shown = f"{clip:g}" if isinstance(clip, Real) and clip is not True else repr(clip)
+            shown = repr(clip) if clip is True or not isinstance(clip, Real) else f"{clip:g}"
             raise UsageError(f"clip is {shown}", remedy="give a number above 0, or None")
         # "no" and "false" would count as true.
         for name in ("shuffle", "drop_last", "channels_last", "identical_batches", "reproducible"):
