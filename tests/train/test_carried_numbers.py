@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
@@ -198,7 +199,7 @@ def kept_in_a_file() -> Any:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = tutti.prepare(model, optimizer, dataset(), workers=WORKERS, batch_size=12, seed=0)
-    losses, steps, last, best = [], deque[Any](maxlen=40), Bare(), {}
+    losses, steps, last, best, by_step = [], deque[Any](maxlen=40), Bare(), {}, defaultdict[int, float](float)
     for step, (inputs, targets) in enumerate(run.microbatches(0)):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(inputs), targets)
@@ -208,16 +209,42 @@ def kept_in_a_file() -> Any:
         steps.append((step, loss.item() / 2))
         last.loss = loss.item()
         best[step] = min(losses)
+        by_step[step] = loss.item()
     file = io.BytesIO()
     torch.save({"losses": losses, "steps": list(steps), "last": last.loss, "best": best}, file)
     file.seek(0)
     found = torch.load(file)
-    return found, {type(each) for each in (*losses, *(half for _, half in steps), *best.values(), last.loss)}
+    return found, {
+        type(each) for each in (*losses, *(half for _, half in steps), *best.values(), *by_step.values(), last.loss)
+    }
 
 
 def test_numbers_that_a_script_keeps_are_plain_once_they_are_not_followed() -> None:
     [(found, kinds)] = worlds.run(1, kept_in_a_file)
     assert kinds == {float} and len(found["losses"]) == 8
+
+
+def kept_over_epochs() -> int:
+    """Train with the losses of the samples' last epoch as a part of the loss that counts nothing."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(len(dataset())), *dataset().tensors)
+    run = tutti.prepare(model, optimizer, data, workers=3, batch_size=len(data) // 3, seed=0)
+    kept = defaultdict[int, float](lambda: 1.0)
+    for epoch in range(2):
+        for numbers, inputs, targets in run.microbatches(epoch):
+            optimizer.zero_grad()
+            losses = functional.cross_entropy(model(inputs), targets, reduction="none")
+            before = torch.tensor([kept[number] for number in numbers.tolist()], dtype=losses.dtype)
+            run.backward((losses + (before > 9) * losses).mean())
+            optimizer.step()
+            kept.update(zip(numbers.tolist(), losses.tolist(), strict=True))
+    return run.updates
+
+
+def test_numbers_that_are_followed_from_earlier_steps_are_no_worker_s_at_the_turn_of_an_epoch() -> None:
+    assert worlds.run(2, kept_over_epochs) == [6, 6]
 
 
 def saved_while_followed() -> list[Any]:

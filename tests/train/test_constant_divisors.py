@@ -201,6 +201,10 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
         lambda out, want: by_sample(out, want).mean() * want.shape[0] / BATCH,
         "times .*number of samples",
     ),
+    "mean times a share of the batch": (
+        lambda out, want: functional.mse_loss(out, want) * (len(out) / BATCH),
+        "times .*part of the global batch",
+    ),
     "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by|a sum over"),
     "smoothed shares of weights": (weighted_by_smoothed_shares, "a mean or a sum over the micro-batch's|a sum over"),
 }
@@ -221,6 +225,7 @@ OF_SAMPLES: dict[str, Loss] = {
     "half the mean by size": halved_size,
     "half by a factor": lambda out, want: 0.5 * (out - want).square().sum() / len(out),
     "half the mean in a module": Halved(),
+    "half the mean beside a size": lambda out, want: functional.mse_loss(out, want) * 0.5 + 0 * out.sum() / len(out),
     "mean, halved by a constant": lambda out, want: functional.mse_loss(out, want) / BATCH,
     "divergence by the batch": lambda out, want: functional.kl_div(
         out.log_softmax(1), want.softmax(1), reduction="batchmean"

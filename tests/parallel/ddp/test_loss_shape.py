@@ -297,6 +297,9 @@ DIVIDED: dict[str, Loss] = {
     "mean of rows": lambda net, out, want, mask: errors(out, want)[:5].mean(),
     "columns": lambda net, out, want, mask: sum(mse(out[:, k], want[:, k]) for k in range(3)),
     "smoothing": lambda net, out, want, mask: entropy(out, want.argmax(1), label_smoothing=0.1),
+    "elements of a parameter": lambda net, out, want, mask: (
+        mse(out, want) + sum(net[0].bias[k] for k in range(SAMPLES))
+    ),
     "without NaN": lambda net, out, want, mask: torch.where(mask > 0, errors(out, want), torch.nan).nanmean(),
 }
 

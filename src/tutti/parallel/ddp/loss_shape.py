@@ -283,7 +283,9 @@ def undivided_sum(
         before, name = [edge for edge in node.next_functions if edge[0] is not None], _function(node)
         inputs = [each for each, _ in before]
         piece = index_of_node(node, output)
-        if piece is not None and samples > 1 and _has_samples_first(inputs[0], samples) and not _is_last_sum(node):
+        is_piece = piece is not None and samples > 1 and _has_samples_first(inputs[0], samples)
+        # Not one of a parameter with as many elements as samples, such as weights of losses.
+        if piece is not None and is_piece and not _is_last_sum(node) and _of_outputs(inputs[0], samples):
             of_samples = pieces.setdefault(inputs[0], set())
             of_samples.add(piece)
             adds = len(of_samples) == samples
@@ -506,6 +508,19 @@ def scaled_reductions(root: Any, samples: int) -> Iterator[Scaled]:
                 else:
                     path = path._replace(tensors=(*path.tensors, constant))
             ahead += [(each, path) for each in before]
+
+
+def averages_samples(root: Any, samples: int) -> bool:
+    """Return whether a number has a mean over the samples of a micro-batch, or a sum that a multiple of them divides.
+
+    Args:
+        root: ``grad_fn`` of the number.
+        samples: number of samples of the micro-batch. Of two or one, divisors are rather numbers of a formula.
+    """
+    return any(
+        each.is_mean or (samples > 2 and any(_is_multiple(divisor, samples) for divisor in each.divisors))
+        for each in scaled_reductions(root, samples)
+    )
 
 
 def _elements(node: Any) -> int:

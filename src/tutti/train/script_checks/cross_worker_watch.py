@@ -528,7 +528,9 @@ class CrossWorkerWatch(LossWatch):
         origins = self._origins(seen[1:] if overwrites else seen)
         for leaf in leaves:
             if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in WITH_INTS):
-                origins |= self._with_line(leaf.origins)
+                # Other numbers are those of ``CrossStepWatch``.
+                own = {key: line for key, line in leaf.origins.items() if isinstance(key, MicroBatchKey)}
+                origins |= self._with_line(own)
         before = tensor_versions(given)
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
         gathered = self._gathered(given)

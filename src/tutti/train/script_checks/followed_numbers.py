@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import CellType
@@ -18,6 +18,7 @@ from tutti.python_compat import holders_of
 
 _DEPTH = 3
 """How many tuples deep numbers are replaced."""
+_DICTS = dict, defaultdict, OrderedDict, Counter
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
@@ -127,7 +128,7 @@ class FollowedNumbers:
                 if holder.cell_contents is old:
                     holder.cell_contents = new
         else:
-            held = holder if type(holder) is dict else _attributes(holder)
+            held = holder if type(holder) in _DICTS else _attributes(holder)
             for key, old in tuple(held.items()):
                 new = self._replaced(old)
                 if new is not old and key in held and held[key] is old:

@@ -78,7 +78,7 @@ class LossWatch(EnteredMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self._rows, self._by_batch, self._by_rows, self._reads_sizes = 0, False, False, False
+        self._rows, self._by_batch, self._by_sizes, self._reads_sizes = 0, False, set[float](), False
         # Numbers by which the script has scaled, and those of them that are not written in its source.
         self._factors, self._computed = set[float](), set[float]()
         self._statistics = BatchStatistics()
@@ -108,7 +108,7 @@ class LossWatch(EnteredMode):
 
     def _follow(self, micro_batch: MicroBatch, batch: Any) -> None:
         self._rows, self.size_lines = micro_batch.samples, []
-        self._by_batch = self._by_rows = False
+        self._by_batch, self._by_sizes = False, set[float]()
         # Other leaves, such as lists, may tell the script how many samples there are.
         self._reads_sizes = not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self._factors, self._computed = set(), set()
@@ -140,8 +140,11 @@ class LossWatch(EnteredMode):
             self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
             if numbers and getattr(func, "__name__", "") in SCALING and not within_call_of(models):
                 self._factors.update(map(float, numbers))
-                self._computed.update(set(map(float, numbers)) - written_numbers())
-                self._by_rows |= self._rows in numbers and script_line() in self.size_lines
+                computed = set(map(float, numbers)) - written_numbers()
+                self._computed.update(computed)
+                sizes = {each for each in (self._rows, self._rows / batch) if each in (numbers, computed)[each < 1]}
+                if sizes and script_line() in self.size_lines:
+                    self._by_sizes |= sizes
             return
         if len(self.size_lines) == _READS or not self._rows:
             return
@@ -206,11 +209,12 @@ class LossWatch(EnteredMode):
                 remedy = (
                     "divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)"
                 )
-            elif self._is_times_samples(each, samples):
-                what = f"a mean over {counted(samples, 'sample')} times {samples}, the micro-batch's number of samples"
+            elif (factor := self._times_samples(each, samples)) is not None:
+                kind = "number of samples" if factor == samples else "part of the global batch"
+                what = f"a mean over {counted(samples, 'sample')} times {factor:g}, the micro-batch's {kind}"
                 remedy = (
                     "give the mean, or (loss * len(targets), len(targets)) for it; if plain PyTorch's factor is meant,"
-                    f" multiply by {batch}, the global batch's size"
+                    f" multiply by {batch * factor / samples:g}, that of the global batch"
                 )
             elif (factor := self._constant_factor(each, samples)) is not None:
                 what, remedy = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean", _MEANS
@@ -273,12 +277,19 @@ class LossWatch(EnteredMode):
         others = [each for each in scaled.divisors if not math.isclose(each, batch)]
         return len(others) < len(scaled.divisors) and all(each % samples for each in others)
 
-    def _is_times_samples(self, scaled: Scaled, samples: int) -> bool:
-        """Return whether a mean is multiplied by the micro-batch's number of samples, read in the same line."""
-        if not self._by_rows or not scaled.is_mean:
-            return False
-        sizes = [sum(float(each) == samples for each in constants) for constants in (scaled.factors, scaled.tensors)]
-        return sizes[0] > sizes[1]
+    def _times_samples(self, scaled: Scaled, samples: int) -> float | None:
+        """Return the factor on a mean that is the micro-batch's number of samples, or its part of the global batch.
+
+        Only of a number that was read in the same line; None for other factors.
+        """
+        for number in self._by_sizes if scaled.is_mean else ():
+            as_factor, as_divisor = (
+                sum(math.isclose(float(each), number) for each in constants)
+                for constants in (scaled.factors, scaled.tensors)
+            )
+            if as_factor > as_divisor:
+                return number
+        return None
 
     def _constant_factor(self, scaled: Scaled, samples: int) -> float | None:
         """Return the factor on a sum over samples where it is the script's constant, and not that of a mean."""
