@@ -78,7 +78,9 @@ class LossWatch(EnteredMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self._rows, self._by_batch, self._by_sizes, self._reads_sizes = 0, False, set[float](), False
+        self._rows, self._by_batch, self._reads_sizes = 0, False, False
+        # Numbers of samples, and parts of the global batch, by which the script has scaled in lines that read a size.
+        self._by_sizes = set[float]()
         # Numbers by which the script has scaled, and those of them that are not written in its source.
         self._factors, self._computed = set[float](), set[float]()
         self._statistics = BatchStatistics()
@@ -142,7 +144,9 @@ class LossWatch(EnteredMode):
                 self._factors.update(map(float, numbers))
                 computed = set(map(float, numbers)) - written_numbers()
                 self._computed.update(computed)
-                sizes = {each for each in (self._rows, self._rows / batch) if each in (numbers, computed)[each < 1]}
+                part = self._rows / batch
+                # A part of the batch that the source states, such as 0.5, may be a formula's constant.
+                sizes = {float(self._rows)} & {*map(float, numbers)} | ({part} & computed if part < 1 else set())
                 if sizes and script_line() in self.size_lines:
                     self._by_sizes |= sizes
             return
