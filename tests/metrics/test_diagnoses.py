@@ -315,6 +315,29 @@ def test_the_loss_of_a_plain_backward_that_mixes_samples(loss: Any) -> None:
     assert names(2, partial(plainly, loss)) == ["mixed-samples"]
 
 
+def two_networks(relative: bool) -> None:
+    """A critic's loss of samples and of a generator's, each alone or relative to the mean of the others."""
+    nets = nn.Linear(3, 3), nn.Linear(3, 1)
+    run = prepare_all(nets)
+    for (generator, critic), batch in ((nets, batch) for batch in islice(run.microbatches(0), 2)):
+        real, made = critic(batch), critic(generator(batch))
+        run.backward(torch.relu(1 - real + made.mean() * relative).mean() + torch.relu(1 + made).mean())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def prepare_all(nets: Any) -> Any:
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+    run = tutti.prepare(list(nets), optimizer, rows(), workers=WORKERS, batch_size=BATCH)
+    run.optimizer = optimizer
+    return run
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_loss_of_several_models_that_mixes_samples(relative: bool) -> None:
+    assert names(2, partial(two_networks, relative)) == ["mixed-samples"] * relative
+
+
 def cosines(net: Any, batch: Any) -> Any:
     """Similarities with the targets of all samples, of which each sample has one."""
     outputs, targets = net(batch).expand(-1, 2) * torch.tensor([1.0, 2.0]) + 1, nn.functional.normalize(batch[:, :2])

@@ -19,6 +19,7 @@ from tutti.nn.global_draws import draws_marker
 from tutti.nn.script_mode import SIZES, asked_by_script
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
+from tutti.parallel.ddp.loss_shape import averages_samples
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
 from tutti.train.script_checks.script_variables import script_constants, script_values
@@ -101,6 +102,22 @@ class RecordedForward(NamedTuple):
     output: Tensor
 
 
+class InnerGradient(NamedTuple):
+    """A gradient that the script has computed within its loss, by ``torch.autograd.grad`` of a number.
+
+    Attributes:
+        tensor: the gradient.
+        of_parameter: whether it is one of a parameter, and not of inputs or outputs.
+        of_mean: whether the number is a mean over the samples.
+        line: the script's line that has computed it.
+    """
+
+    tensor: Tensor
+    of_parameter: bool
+    of_mean: bool
+    line: str
+
+
 class GivenNumber(NamedTuple):
     """A Python number that the script has given to PyTorch after it had read values of the samples.
 
@@ -125,7 +142,8 @@ class LossCalls(TorchFunctionMode):
     empty from then on. Not collective. Call ``close`` at the end of the loss function or loop body.
 
     Args:
-        model: the model; it gets hooks that only read, until ``finish`` or ``close`` is called.
+        model: the model, or a list or dict of models; they get hooks that only read, until ``finish`` or ``close`` is
+            called.
         micro_batch: the micro-batch of the loss function or loop body.
         batch_size: samples of the global batch.
 
@@ -134,6 +152,7 @@ class LossCalls(TorchFunctionMode):
         outputs: the model's outputs with a row for each sample, by their ids.
         parts: outputs with other numbers of rows, as for a part of the samples, by their ids.
         forwards: calls of the model.
+        inner_gradients: gradients that the script has computed by ``torch.autograd.grad`` of numbers.
         turned: ids of tensors whose first dimension may not be that of the samples.
         reads_rows: whether the script has read values of single samples.
         reads_values: whether the script has read values of samples, also of all together, such as a mean.
@@ -149,6 +168,7 @@ class LossCalls(TorchFunctionMode):
         self._within, self._open, self._recording = 0, True, True
         self.outputs, self.parts = dict[int, Tensor](), dict[int, Tensor]()
         self.forwards: list[RecordedForward] = []
+        self.inner_gradients: list[InnerGradient] = []
         self._inputs: list[Tensor] = []
         self._calls: list[RecordedCall] = []
         batch = [leaf for leaf in tree_leaves(micro_batch.batch) if self.has_rows(leaf)]
@@ -164,8 +184,12 @@ class LossCalls(TorchFunctionMode):
         self._constant_numbers = {id(each): each for each in script_values() if isinstance(each, float | np.floating)}
         self._drawn = draws_marker()
         self._handles = [
-            model.register_forward_pre_hook(self._begin_forward),
-            model.register_forward_hook(self._end_forward, always_call=True),
+            handle
+            for each in called_models(model)
+            for handle in (
+                each.register_forward_pre_hook(self._begin_forward),
+                each.register_forward_hook(self._end_forward, always_call=True),
+            )
         ]
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -224,7 +248,16 @@ class LossCalls(TorchFunctionMode):
                     self._constant_calls.append(call)
             return result
         before = tensor_versions(given)
+        # The call may free the graph.
+        root = _number_of_gradient(func, args, kwargs)
+        of_mean = root is not None and averages_samples(root.grad_fn, self.samples)
         result = func(*args, **kwargs)
+        if root is not None:
+            line = script_line()
+            for given_to, made_of in zip(tree_leaves(args[1]), tree_leaves(result), strict=True):
+                if isinstance(made_of, Tensor):
+                    is_parameter = isinstance(given_to, nn.Parameter)
+                    self.inner_gradients.append(InnerGradient(made_of, is_parameter, of_mean, line))
         written = {id(leaf) for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new}
         leaves = leaves_of_call((result,))
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -326,7 +359,7 @@ class LossCalls(TorchFunctionMode):
         """End the record as ``finish`` does, and delete the recorded calls. A second call does nothing."""
         self.finish()
         self._calls, self._constant_calls = [], []
-        self.outputs, self.parts, self.forwards, self._inputs = {}, {}, [], []
+        self.outputs, self.parts, self.forwards, self._inputs, self.inner_gradients = {}, {}, [], [], []
 
     def is_part_of_constant(self, constant: Tensor) -> bool:
         """Return whether a constant has equal rows for the micro-batch, and would have unequal ones for the batch.
@@ -453,6 +486,20 @@ class LossCalls(TorchFunctionMode):
             call for call in self._calls if any(id(leaf) == number for leaf in leaves_of_call(call.args, call.kwargs))
         ]
 
+    def following(self, tensor: Tensor) -> list[RecordedCall]:
+        """Return the recorded calls that have computed from a tensor, in their order, but for those of autograd.
+
+        Args:
+            tensor: a result of a recorded call.
+        """
+        found, ids = list[RecordedCall](), {id(tensor)}
+        for call in self._calls:
+            given = {id(leaf) for leaf in leaves_of_call(call.args, call.kwargs) if isinstance(leaf, Tensor)}
+            if not ids.isdisjoint(given) and call.func is not torch.autograd.grad:
+                found.append(call)
+                ids.update(id(leaf) for leaf in leaves_of_call((call.result,)) if isinstance(leaf, Tensor))
+        return found
+
     def leading_to(self, wanted: Sequence[Tensor]) -> list[RecordedCall]:
         """Return the recorded calls that have computed tensors, the last one first."""
         found, ids = list[RecordedCall](), set(map(id, wanted))
@@ -461,6 +508,19 @@ class LossCalls(TorchFunctionMode):
                 found.append(call)
                 ids.update(id(leaf) for leaf in leaves_of_call(call.args, call.kwargs) if isinstance(leaf, Tensor))
         return found
+
+
+def _number_of_gradient(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Return the number of which a call of ``torch.autograd.grad`` computes gradients; None for other calls."""
+    roots = tree_leaves(args[0]) if func is torch.autograd.grad and args else []
+    if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].numel() != 1:
+        return None
+    return roots[0] if kwargs.get("grad_outputs") is None and len(args) == 2 else None
+
+
+def called_models(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward a script calls: the model, or several that ``tutti.prepare`` got together."""
+    return list(model.children()) if type(model) in (nn.ModuleList, nn.ModuleDict) else [model]
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

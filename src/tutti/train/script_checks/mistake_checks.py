@@ -31,6 +31,7 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
 from tutti.train.script_checks.cancelling_numbers import lines_of_cancelling
+from tutti.train.script_checks.inner_gradients import check_inner_gradients
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.loss_calls import LossCalls
 from tutti.train.script_checks.metric_objects import metric_objects
@@ -357,7 +358,8 @@ class Checks:
                 examination.
 
         Raises:
-            UsageError: the loss takes samples by their places in the micro-batch.
+            UsageError: the loss takes samples by their places in the micro-batch, or depends on gradients of the
+                micro-batch's own.
         """
         probes = self._probes
         if probes is not None and loss is not None:
@@ -413,6 +415,7 @@ class Checks:
             with self._run.lifecycle.values.updating():
                 probes.calls.finish()
                 if self._in_parts:
+                    check_inner_gradients(probes.calls, loss)
                     check_places(probes.calls, loss)
                     self.cancelling |= lines_of_cancelling(probes.calls, loss)
                 by_targets = mixed_data(probes.calls, loss) if probes.mixing is not None else ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tutti.comm.current_session import collectives_refused
 from tutti.parallel.ddp.loss_shape import is_gathered, reads_statistic
+from tutti.train.script_checks.loss_calls import called_models
 
 _MOST = 1_000_000
 """Largest number of elements of the model's outputs, whose second derivatives take memory."""
@@ -24,15 +25,15 @@ class MixingProbe:
     leaves the graph as it was, calls no hook of the model, and is not collective.
 
     Args:
-        model: the model; until ``mixes`` or ``close`` is called it has a forward hook that replaces tensors among its
-            outputs by views.
+        model: the model, or a list or dict of models; until ``mixes`` or ``close`` is called they have a forward hook
+            that replaces tensors among their outputs by views.
         samples: number of samples in the micro-batch.
     """
 
     def __init__(self, model: nn.Module, samples: int) -> None:
         self._samples = samples
         self._outputs: list[Tensor] = []
-        self._handle = model.register_forward_hook(self._seen)
+        self._handles = [each.register_forward_hook(self._seen) for each in called_models(model)]
 
     def _seen(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -52,7 +53,8 @@ class MixingProbe:
 
     def close(self) -> None:
         """End the test whether a loss mixes samples: remove the model's forward hook, and drop the recorded outputs."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._outputs = []
 
     def mixes(self, loss: Any) -> bool:

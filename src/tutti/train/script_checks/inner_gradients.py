@@ -1,0 +1,120 @@
+"""Refuse losses that depend on gradients of the micro-batch's own, as a penalty on the gradient of a mean does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tutti.data.global_generators import own_generators
+from tutti.errors import UsageError
+from tutti.nn.written_tensors import METADATA, may_write
+from tutti.parallel.ddp.loss_shape import is_gathered
+from tutti.train.script_checks.loss_calls import InnerGradient, LossCalls, RecordedCall, alike
+from tutti.train.script_checks.loss_watch import leaves_of_call
+
+_SMALL = 1e-5
+"""Relative difference of two losses that counts as rounding, or as that of a small number beside a norm."""
+_CURVED = 1e-2
+"""Deviation from a line, relative to the change along it, that counts as a curve."""
+
+
+def check_inner_gradients(record: LossCalls, loss: Any) -> None:
+    """Check that a loss takes gradients of the script's own (``torch.autograd.grad``) as one device would have them.
+
+    The gradient of a mean with respect to inputs is divided by the number of samples, and another one in a micro-batch
+    than in the global batch. The loss, and inputs of the model that are computed from it, must then stay as they are
+    where it has twice the size for all samples but the first, as behind ``sign()`` or ``normalize``. A gradient with
+    respect to parameters is a sum over samples, in which the loss must be linear; the ratio of two norms is not. The
+    recorded calls that depend on the gradient are made again with other values. Not judged are calls that write in
+    place, scripts that multiply by the number of samples, and what the model computes from such gradients.
+
+    Args:
+        record: the calls that have computed the loss, after ``finish``.
+        loss: what the loss function returned, or what the script passed to ``run.backward``; tuples pass, by which
+            scripts declare what a loss counts.
+
+    Raises:
+        UsageError: the loss depends on the scale of the gradient of a mean, or is not linear in one of parameters.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or is_gathered(loss.grad_fn):
+        return
+    for gradient in record.inner_gradients:
+        calls = record.following(gradient.tensor)
+        if any(may_write(call.func) and call.func not in METADATA for call in calls):
+            continue
+        numbers = {leaf for call in calls for leaf in leaves_of_call(call.args) if type(leaf) in (int, float)}
+        made = {id(leaf) for call in calls for leaf in leaves_of_call((call.result,))}
+        inputs = [given for given, _ in record.forwards if id(given) in made]
+        if gradient.of_parameter:
+            if id(loss) in made and _is_curved(record, calls, gradient.tensor, loss):
+                _refuse_curve(gradient)
+        elif not (gradient.of_mean and record.has_rows(gradient.tensor)) or float(record.samples) in map(
+            float, numbers
+        ):
+            continue
+        elif _depends_on_scale(record, calls, gradient.tensor, [loss] * (id(loss) in made), inputs):
+            _refuse_scale(gradient)
+
+
+def _depends_on_scale(
+    record: LossCalls, calls: list[RecordedCall], gradient: Tensor, losses: list[Tensor], inputs: list[Tensor]
+) -> bool:
+    """Return whether losses, or inputs of the model, change where the gradient doubles for all samples but one."""
+    with suppress(Exception), own_generators():
+        larger = gradient.detach().clone()
+        larger[min(1, record.samples - 1) :] *= 2
+        same, other = (_again(record, calls, gradient, each) for each in (gradient.detach().clone(), larger))
+        return any(_differ(same[id(each)], other[id(each)]) for each in losses) or any(
+            not alike(same[id(each)].detach(), other[id(each)].detach()) for each in inputs
+        )
+    return False
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    first, second = float(one), float(other)
+    return abs(first - second) > _SMALL * max(abs(first), abs(second))
+
+
+def _is_curved(record: LossCalls, calls: list[RecordedCall], gradient: Tensor, loss: Tensor) -> bool:
+    """Return whether a loss at a gradient is not the mean of the losses at two gradients whose mean it is."""
+    with suppress(Exception), own_generators():
+        factors = torch.linspace(0.5, 1.5, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+        factors = factors.view(gradient.shape)
+        middle, *ends = (
+            float(_again(record, calls, gradient, gradient.detach() * each)[id(loss)])
+            for each in (torch.ones_like(factors), factors, 2 - factors)
+        )
+        change = max(abs(end - middle) for end in ends)
+        return change > _SMALL * abs(middle) and abs(sum(ends) - 2 * middle) > _CURVED * change
+    return False
+
+
+def _again(record: LossCalls, calls: list[RecordedCall], gradient: Tensor, value: Tensor) -> dict[int, Tensor]:
+    values = {id(gradient): value}
+    record.replay(values, calls)
+    return values
+
+
+def _refuse_scale(gradient: InnerGradient) -> NoReturn:
+    raise UsageError(
+        "the loss depends on the size of gradients of a mean over the micro-batch's samples",
+        where=gradient.line,
+        why="they are divided by the number of samples, which is smaller than that of the global batch",
+        remedy="take the gradients of the sum (loss.sum(), reduction='sum'), which has each sample's own, or give them"
+        " a norm of each sample's; or take one worker without micro_batch; for those of each micro-batch return"
+        " (loss * n, n) of n samples",
+    )
+
+
+def _refuse_curve(gradient: InnerGradient) -> NoReturn:
+    raise UsageError(
+        "the loss is not linear in gradients of parameters that the script computes from a micro-batch",
+        where=gradient.line,
+        why="a micro-batch has a part of the global batch's gradient, and norms and ratios of the parts do not add up"
+        " to those of the whole",
+        remedy="average the gradients over ranks first (tutti.allreduce), with as many workers as devices; or take one"
+        " worker without micro_batch; for those of each micro-batch return (loss * n, n) of n samples",
+    )
