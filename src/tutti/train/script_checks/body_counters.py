@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.python_compat import calling_frame
 from tutti.train.script_checks.shared_settings import SETTINGS
-from tutti.train.script_checks.skipped_bodies import parsed_source
+from tutti.train.script_checks.skipped_bodies import source_nodes
 
 _METHOD = "microbatches"
 _EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
@@ -168,7 +168,7 @@ def _source_of(function: Any) -> ast.AST | None:
     code, package = function.__code__, function.__module__.partition(".")[0]
     if package in ("torch", "tutti"):
         return None
-    found = (each for each in ast.walk(parsed_source(code.co_filename)) if isinstance(each, ast.FunctionDef))
+    found = (each for each in source_nodes(code.co_filename) if isinstance(each, ast.FunctionDef))
     return next((each for each in found if each.name == code.co_name and _has(each, code.co_firstlineno)), None)
 
 
@@ -205,7 +205,7 @@ def counting_loop() -> str:
         file, line = frame.f_code.co_filename, frame.f_lineno
         is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
         if not is_generator or ("site-packages" not in file and not _yields_all(file, line)):
-            nodes = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.For | ast.While))
+            nodes = (each for each in source_nodes(file) if isinstance(each, ast.For | ast.While))
             around = sorted((each for each in nodes if _has(each, line)), key=lambda each: each.lineno)
             header = around and isinstance(around[-1], ast.For) and line <= (around[-1].iter.end_lineno or line)
             if around and not header and not {"stepped", "global_step"} & {w for each in around for w in _words(each)}:
@@ -218,7 +218,7 @@ def counting_loop() -> str:
 
 def _yields_all(file: str, line: int) -> bool:
     """Return whether a line of a generator is in a ``yield from``, which takes as many items as there are."""
-    return any(isinstance(each, ast.YieldFrom) and _has(each, line) for each in ast.walk(parsed_source(file)))
+    return any(isinstance(each, ast.YieldFrom) and _has(each, line) for each in source_nodes(file))
 
 
 def _is_numbered(loop: ast.For | ast.While) -> bool:
@@ -292,7 +292,7 @@ def _loop_to_backward(file: str, line: int) -> ast.For | None:
     if not any("backward(" in each for each in linecache.getlines(file)):
         # To parse a library takes tenths of a second.
         return None
-    loops = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.For))
+    loops = (each for each in source_nodes(file) if isinstance(each, ast.For))
     return next((each for each in loops if each.lineno <= line <= (each.iter.end_lineno or line)), None)
 
 
@@ -344,7 +344,7 @@ def _loops(file: str) -> list[ast.For]:
     if not any(_METHOD in line for line in linecache.getlines(file)):
         # To parse a library takes tenths of a second.
         return []
-    loops = (node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.For))
+    loops = (node for node in source_nodes(file) if isinstance(node, ast.For))
     return [loop for loop in loops if any(_is_method(each) for each in ast.walk(loop.iter))]
 
 
@@ -379,7 +379,7 @@ class _Counters:
     def __init__(self, loop: ast.For, file: str, draws: bool = False) -> None:
         self._names, self._lists, self._counts = set[str](), set[str](), set[str]()
         self._generators = set[str]()
-        for each in ast.walk(parsed_source(file)):
+        for each in source_nodes(file):
             match each:
                 case ast.Assign(targets=[target], value=value) if _is_count(value):
                     self._counts.add(ast.unparse(target))

@@ -11,7 +11,7 @@ from tutti.errors import is_script_file
 from tutti.nn.script_mode import is_function_mode
 from tutti.python_compat import calling_frame
 from tutti.train.script_checks.body_counters import LossFlow
-from tutti.train.script_checks.skipped_bodies import parsed_source
+from tutti.train.script_checks.skipped_bodies import parsed_source, source_nodes
 
 _READS = frozenset(("item", "float", "int", "tolist", "numpy"))
 """Names of functions and methods that return the values of a tensor."""
@@ -87,7 +87,7 @@ def _sink(file: str, line: int, numbers: _ReadNumbers | _Called) -> bool | None:
 @cache
 def _function(file: str, line: int) -> ast.FunctionDef | ast.Lambda | None:
     """Return the innermost function of a source file that has a line; None for a line of the module itself."""
-    nodes = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.FunctionDef | ast.Lambda))
+    nodes = (each for each in source_nodes(file) if isinstance(each, ast.FunctionDef | ast.Lambda))
     # Of nested functions ast.walk yields the innermost last.
     around = [each for each in nodes if _has(each, line)]
     return around[-1] if around else None

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from tutti.errors import is_script_file
 from tutti.python_compat import calling_frame, local_variables
-from tutti.train.script_checks.skipped_bodies import parsed_source
+from tutti.train.script_checks.skipped_bodies import source_nodes
 
 _Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -52,7 +52,7 @@ def written_numbers() -> frozenset[float]:
 def _nodes(file: str) -> dict[_Place, list[ast.AST]]:
     """Return the expressions of a source file that may call PyTorch with numbers, by their places in the file."""
     found: dict[_Place, list[ast.AST]] = {}
-    for node in ast.walk(parsed_source(file)):
+    for node in source_nodes(file):
         if isinstance(node, _EXPRESSIONS):
             found.setdefault((node.lineno, node.end_lineno, node.col_offset, node.end_col_offset), []).append(node)
     return found
@@ -109,7 +109,7 @@ def _assigned(file: str) -> dict[str, list[ast.expr | None]]:
     """Return the values that a source file binds to each name; None for one that is no plain assignment's."""
     found: dict[str, list[ast.expr | None]] = {}
     plain = dict[int, ast.expr]()
-    for node in ast.walk(parsed_source(file)):
+    for node in source_nodes(file):
         match node:
             case ast.Assign(targets=targets, value=value):
                 pairs = [pair for target in targets for pair in _pairs(target, value)]
@@ -121,7 +121,7 @@ def _assigned(file: str) -> dict[str, list[ast.expr | None]]:
             case _:
                 continue
         plain |= {id(target): value for target, value in pairs}
-    for node in ast.walk(parsed_source(file)):
+    for node in source_nodes(file):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.setdefault(node.id, []).append(plain.get(id(node)))
     return found
