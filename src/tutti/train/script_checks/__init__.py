@@ -10,9 +10,9 @@ torch-function mode, derived from ``loss_watch``, around the code that computes 
 values that pass between micro-batches of a rank, ``cross_step_watch`` for values from earlier steps, or
 ``both_watches``. The mode follows tensors by their storages (``storage_records``), writes to tensors in place
 (``in_place_updates``) and Python numbers (``followed_numbers``, ``plain_numbers``, ``sample_reads``) from samples to
-the loss. ``sample_branches`` finds conditions on such numbers in the source, and ``written_numbers`` tells constants of
-the source from numbers that follow from the samples. It does not see values that pass through plain Python:
-``worker_trials`` computes losses, and
+the loss. ``sample_branches`` finds conditions on such numbers in the source (``script_source``) and follows by
+``loss_flow`` what they decide; ``written_numbers`` tells constants of the source from numbers that follow from the
+samples. The mode does not see values that pass through plain Python: ``worker_trials`` computes losses, and
 ``module_trials`` outputs of modules, again with former Python objects (``python_state``). The lifecycle also calls
 ``step_inputs`` (samples that an optimizer's step reads), ``written_parameters``, ``iterator_watch`` and
 ``loader_watch``. A custom loop (``tutti.train.custom_loop``) adds ``gradient_origin``, ``skipped_bodies`` and, where a

@@ -10,16 +10,17 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from types import FrameType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.python_compat import calling_frame
+from tutti.train.script_checks.loss_flow import LossFlow
+from tutti.train.script_checks.script_source import has_line, source_nodes, words_in
 from tutti.train.script_checks.shared_settings import SETTINGS
-from tutti.train.script_checks.skipped_bodies import source_nodes
 
 _METHOD = "microbatches"
 _EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
@@ -45,7 +46,7 @@ def counting_condition() -> str:
     """
     for file, line, loop in _running_loops():
         for each in _conditions(loop):
-            if any(_has(child, line) for child in each.body) and _counters(loop, file).takes_remainder(each.test):
+            if any(has_line(child, line) for child in each.body) and _counters(loop, file).takes_remainder(each.test):
                 return f"{file}:{each.lineno}"
     return ""
 
@@ -61,7 +62,7 @@ def edit_condition() -> str:
     """
     for file, _, loop in _running_loops():
         for each in _conditions(loop):
-            names = {word for child in each.body for word in _words(child)}
+            names = {word for child in each.body for word in words_in(child)}
             if _counters(loop, file).takes_remainder(each.test) and any(_EDITS.search(name) for name in names):
                 return f"{file}:{each.lineno}"
     return ""
@@ -74,7 +75,7 @@ def counted_seed() -> str:
         The call as ``FILE:LINE``; an empty text for none.
     """
     for file, _, loop in _running_loops():
-        calls = (each for each in ast.walk(loop) if isinstance(each, ast.Call) and _SEEDS & {*_words(each.func)})
+        calls = (each for each in ast.walk(loop) if isinstance(each, ast.Call) and _SEEDS & {*words_in(each.func)})
         for call in calls:
             if any(map(_counters(loop, file).are_in, (*call.args, *call.keywords))):
                 return f"{file}:{call.lineno}"
@@ -169,7 +170,7 @@ def _source_of(function: Any) -> ast.AST | None:
     if package in ("torch", "tutti"):
         return None
     found = (each for each in source_nodes(code.co_filename) if isinstance(each, ast.FunctionDef))
-    return next((each for each in found if each.name == code.co_name and _has(each, code.co_firstlineno)), None)
+    return next((each for each in found if each.name == code.co_name and has_line(each, code.co_firstlineno)), None)
 
 
 def break_out_of_loop() -> tuple[str, bool]:
@@ -182,7 +183,7 @@ def break_out_of_loop() -> tuple[str, bool]:
     for file, line, loop in _running_loops():
         exits = (each for each in ast.walk(loop) if isinstance(each, ast.Break | ast.Return) and each.lineno == line)
         for leaves in exits:
-            around = [each for each in _conditions(loop) if any(_has(child, leaves.lineno) for child in each.body)]
+            around = [each for each in _conditions(loop) if any(has_line(child, leaves.lineno) for child in each.body)]
             tests = [node for each in around for node in ast.walk(each.test) if isinstance(node, ast.Compare)]
             counted = any(map(_counters(loop, file).are_in, tests))
             return f"{file}:{line}", counted
@@ -206,9 +207,13 @@ def counting_loop() -> str:
         is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
         if not is_generator or ("site-packages" not in file and not _yields_all(file, line)):
             nodes = (each for each in source_nodes(file) if isinstance(each, ast.For | ast.While))
-            around = sorted((each for each in nodes if _has(each, line)), key=lambda each: each.lineno)
+            around = sorted((each for each in nodes if has_line(each, line)), key=lambda each: each.lineno)
             header = around and isinstance(around[-1], ast.For) and line <= (around[-1].iter.end_lineno or line)
-            if around and not header and not {"stepped", "global_step"} & {w for each in around for w in _words(each)}:
+            if (
+                around
+                and not header
+                and not {"stepped", "global_step"} & {w for each in around for w in words_in(each)}
+            ):
                 return f"{file}:{around[-1].lineno}" if _is_numbered(around[-1]) else ""
         if not is_generator:
             return ""
@@ -218,7 +223,7 @@ def counting_loop() -> str:
 
 def _yields_all(file: str, line: int) -> bool:
     """Return whether a line of a generator is in a ``yield from``, which takes as many items as there are."""
-    return any(isinstance(each, ast.YieldFrom) and _has(each, line) for each in source_nodes(file))
+    return any(isinstance(each, ast.YieldFrom) and has_line(each, line) for each in source_nodes(file))
 
 
 def _is_numbered(loop: ast.For | ast.While) -> bool:
@@ -244,22 +249,13 @@ def looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         for loop in _loops(frame.f_code.co_filename):
-            if _has(loop, frame.f_lineno):
+            if has_line(loop, frame.f_lineno):
                 yield frame, loop
         frame = frame.f_back
 
 
 def _conditions(loop: ast.For) -> Iterator[ast.If]:
     return (each for each in ast.walk(loop) if isinstance(each, ast.If))
-
-
-def _words(node: ast.AST) -> Iterator[str]:
-    """Yield the names of variables and attributes in a statement."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.Attribute):
-            yield each.attr
 
 
 def counted_loss(draws: bool) -> str:
@@ -352,9 +348,9 @@ def _replaced(statement: ast.AST) -> list[ast.expr]:
     """Return the variables that a statement of a loop's body sets to values of their own, or to counts of batches."""
     if not isinstance(statement, ast.Assign):
         return []
-    read = {*_words(statement.value)}
+    read = {*words_in(statement.value)}
     counts_batches = bool({"global_step", "local_step"} & read)
-    return [each for each in statement.targets if counts_batches or not {*_words(each)} & read]
+    return [each for each in statement.targets if counts_batches or not {*words_in(each)} & read]
 
 
 def _is_method(node: ast.AST) -> bool:
@@ -384,7 +380,7 @@ class _Counters:
                 case ast.Assign(targets=[target], value=value) if _is_count(value):
                     self._counts.add(ast.unparse(target))
                 case ast.Assign(targets=[target], value=ast.Call(func=made)) if draws and not _GENERATORS.isdisjoint(
-                    _words(made)
+                    words_in(made)
                 ):
                     self._generators.add(ast.unparse(target))
         for each in ast.walk(loop):
@@ -491,128 +487,3 @@ def _counters(loop: ast.For, file: str) -> _Counters:
 def _is_count(node: ast.AST) -> bool:
     """Return whether an expression makes an ``itertools.count``."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("count", "itertools.count")
-
-
-class DecidingNumbers(Protocol):
-    """Numbers of a script whose comparisons ``LossFlow`` looks for, such as the counters of a loop; protocol."""
-
-    def decide(self, node: ast.AST) -> bool:
-        """Return whether an expression has a comparison, or the like, of one of the numbers."""
-
-    def assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Follow an assignment of a value, which may be computed from one of the numbers, to a variable."""
-
-
-class LossFlow:
-    """Follows variables on whose values a condition on a number decides, through a loop's body or a function to a loss.
-
-    Args:
-        numbers: the numbers, such as the loop's counters.
-        returns: whether a value that a function returns counts as the loss.
-        off: lines of ``if`` statements whose branch never runs.
-
-    Attributes:
-        line: of the first ``backward`` (or ``return``) of such a value, or under a condition by a number; 0 for none.
-    """
-
-    def __init__(self, numbers: DecidingNumbers, returns: bool = False, off: frozenset[int] = frozenset()) -> None:
-        self._numbers, self._decided, self._returns, self._off = numbers, set[str](), returns, off
-        self.line = 0
-
-    def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
-        """Follow statements in their order.
-
-        Args:
-            statements: the statements.
-            conditional: whether they run in some bodies alone.
-
-        Returns:
-            Whether the statements after these run in some bodies alone, because of a ``continue``.
-        """
-        for each in statements:
-            match each:
-                case ast.Assign(targets=targets, value=value):
-                    self._note_calls(value, conditional)
-                    for target in targets:
-                        self._assign(target, value, conditional)
-                case (
-                    ast.AugAssign(target=target, value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-                ):
-                    is_decided = conditional or self._depends(value)
-                    is_decided |= isinstance(each, ast.AugAssign) and self._depends(target)
-                    self._assign(target, value, is_decided)
-                case ast.If():
-                    conditional = self._follow_if(each, conditional)
-                case ast.For() | ast.While() | ast.With() | ast.Try():
-                    for part in ("body", "handlers", "orelse", "finalbody"):
-                        inner = getattr(each, part, [])
-                        conditional |= self.follow((s for s in inner if isinstance(s, ast.stmt)), conditional)
-                case ast.Continue():
-                    return conditional
-                case ast.Return(value=ast.expr() as value) if self._returns:
-                    if conditional or any(map(self._depends, _losses_of(value))):
-                        self.line = self.line or each.lineno
-                case ast.Expr():
-                    self._note_calls(each, conditional)
-        return conditional
-
-    def _follow_if(self, statement: ast.If, conditional: bool) -> bool:
-        if statement.lineno in self._off:
-            return self.follow(statement.orelse, conditional)
-        decides = self._numbers.decide(statement.test) or self._depends(statement.test)
-        before, skips = set(self._decided), False
-        for branch in (statement.body, statement.orelse):
-            after, self._decided = self._decided, set(before)
-            self.follow(branch, conditional or decides)
-            skips |= decides and any(isinstance(each, ast.Continue) for each in branch)
-            self._decided |= after - before
-        return conditional or skips
-
-    def _assign(self, target: ast.expr, value: ast.expr, conditional: bool) -> None:
-        self._numbers.assign(target, value)
-        is_decided = conditional or self._depends(value)
-        for name in _targets(target):
-            (self._decided.add if is_decided else self._decided.discard)(name)
-
-    def _depends(self, value: ast.expr) -> bool:
-        read = {ast.unparse(each) for each in ast.walk(value) if _is_variable(each)}
-        return self._numbers.decide(value) or not self._decided.isdisjoint(read)
-
-    def _note_calls(self, node: ast.AST, conditional: bool) -> None:
-        for each in ast.walk(node):
-            match each:
-                case ast.Call(func=ast.Attribute(value=loss, attr="backward"), args=arguments):
-                    # A loss is the argument of run.backward, and the object of its own method.
-                    if conditional or self._depends(loss) or any(map(self._depends, arguments[:1])):
-                        self.line = self.line or each.lineno
-
-
-def _losses_of(returned: ast.expr) -> list[ast.expr]:
-    """Return the losses of a returned tuple: variables named ``…loss…``, or else its first value."""
-    if not isinstance(returned, ast.Tuple):
-        return [returned]
-    named = [each for each in returned.elts if _is_variable(each) and "loss" in ast.unparse(each).lower()]
-    return named or returned.elts[:1]
-
-
-def _targets(target: ast.expr) -> Iterator[str]:
-    """Yield the variables that an assignment changes; attributes and ``state["best"]`` are variables of their own."""
-    if _is_variable(target):
-        yield ast.unparse(target)
-    elif isinstance(target, ast.Tuple | ast.List):
-        for each in target.elts:
-            yield from _targets(each)
-    else:
-        yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
-
-
-def _is_variable(node: ast.AST) -> bool:
-    """Return whether an expression is a variable, an attribute, or a value by a name, such as ``state["best"]``."""
-    match node:
-        case ast.Name() | ast.Attribute() | ast.Subscript(slice=ast.Constant(value=str())):
-            return True
-    return False
-
-
-def _has(node: ast.stmt | ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from tutti.errors import is_script_file
 from tutti.nn.script_mode import is_function_mode
 from tutti.python_compat import calling_frame
-from tutti.train.script_checks.body_counters import LossFlow
-from tutti.train.script_checks.skipped_bodies import parsed_source, source_nodes
+from tutti.train.script_checks.loss_flow import LossFlow
+from tutti.train.script_checks.script_source import has_line, parsed_source, source_nodes
 
 _READS = frozenset(("item", "float", "int", "tolist", "numpy"))
 """Names of functions and methods that return the values of a tensor."""
@@ -89,7 +89,7 @@ def _function(file: str, line: int) -> ast.FunctionDef | ast.Lambda | None:
     """Return the innermost function of a source file that has a line; None for a line of the module itself."""
     nodes = (each for each in source_nodes(file) if isinstance(each, ast.FunctionDef | ast.Lambda))
     # Of nested functions ast.walk yields the innermost last.
-    around = [each for each in nodes if _has(each, line)]
+    around = [each for each in nodes if has_line(each, line)]
     return around[-1] if around else None
 
 
@@ -120,7 +120,7 @@ class _ReadNumbers:
         if _asks_for_any(node):
             return False
         sides = [node.left, *node.comparators]
-        return any(map(self._is_number, sides)) or (self._is_bool and whole and _has(node, self._line))
+        return any(map(self._is_number, sides)) or (self._is_bool and whole and has_line(node, self._line))
 
     def _is_number(self, node: ast.expr) -> bool:
         """Return whether an expression is one of the numbers, or computed from one."""
@@ -134,9 +134,9 @@ class _ReadNumbers:
             case ast.Subscript(value=value):
                 return self._is_number(value)
             case ast.Call(func=ast.Attribute(attr=name)) if name in _READS:
-                return _has(node, self._line) and not self._is_bool
+                return has_line(node, self._line) and not self._is_bool
             case ast.Call(func=ast.Name(id=name), args=args) if name in _ARITHMETIC:
-                return (name in _READS and _has(node, self._line)) or any(map(self._is_number, args))
+                return (name in _READS and has_line(node, self._line)) or any(map(self._is_number, args))
         return False
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -161,14 +161,10 @@ class _Called:
 
     def decide(self, node: ast.AST) -> bool:
         """Return whether an expression has a call in the line."""
-        return any(isinstance(each, ast.Call) and _has(each, self._line) for each in ast.walk(node))
+        return any(isinstance(each, ast.Call) and has_line(each, self._line) for each in ast.walk(node))
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         """Do nothing: what the call decides on is followed by ``LossFlow``."""
-
-
-def _has(node: ast.stmt | ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _asks_for_any(node: ast.Compare) -> bool:

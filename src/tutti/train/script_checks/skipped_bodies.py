@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import TYPE_CHECKING
 
 from tutti.errors import UsageError
+from tutti.train.script_checks.script_source import has_line, source_nodes
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _decides(line: str) -> bool:
         line: ``FILE:LINE``; the ``if`` is there, or tests a variable that is assigned there.
     """
     file, _, number = line.rpartition(":")
-    around = [each for each in source_nodes(file) if _has_line(each, int(number))]
+    around = [each for each in source_nodes(file) if has_line(each, int(number))]
     loops = [each for each in around if isinstance(each, ast.For | ast.While)]
     names = {
         each.id
@@ -80,34 +79,7 @@ def _decides(line: str) -> bool:
     }
     # Of nested loops ast.walk yields the innermost last.
     tests = [each.test for loop in loops[-1:] for each in ast.walk(loop) if isinstance(each, ast.If)]
-    return any(_has_line(test, int(number)) or names & set(_names(test)) for test in tests)
-
-
-@cache
-def parsed_source(file: str) -> ast.Module:
-    """Return the syntax tree of a source file; an empty one if it cannot be read.
-
-    Args:
-        file: its path, or the name of a notebook's cell.
-    """
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
-
-
-@cache
-def source_nodes(file: str) -> tuple[ast.AST, ...]:
-    """Return all nodes of the syntax tree of a source file, in the order of ``ast.walk``, which takes 20 ms and more.
-
-    Args:
-        file: its path, or the name of a notebook's cell.
-    """
-    return tuple(ast.walk(parsed_source(file)))
-
-
-def _has_line(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.stmt | ast.expr) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    return any(has_line(test, int(number)) or names & set(_names(test)) for test in tests)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

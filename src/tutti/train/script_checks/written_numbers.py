@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from tutti.errors import is_script_file
 from tutti.python_compat import calling_frame, local_variables
-from tutti.train.script_checks.skipped_bodies import source_nodes
+from tutti.train.script_checks.script_source import source_nodes
 
 _Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
