@@ -71,11 +71,11 @@ def loss(model: Any, batch: Any) -> Any:
     return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **options: Any) -> Any:
+def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], epochs: int = 1, **options: Any) -> Any:
     """Batches of 15 and 11 samples over two workers, in micro-batches of at most 2: 4, 4, 3 and 3 of them."""
     arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64", **options}
     run = tutti.prepare(build(name), optimizer, data(name), loss, strategy=strategy, **arguments)
-    losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
+    losses = [run.step(batch) for epoch in range(epochs) for batch in run.epoch(epoch)]
     evaluation = run.evaluate(run.feed.source, batch=15)
     state = {key: value.numpy().copy() for key, value in run.state().items()}
     state |= {f"average of {k}": value.numpy().copy() for k, value in run.state(averaged=True).items()}
@@ -100,7 +100,7 @@ def resumed(name: str, strategy: str, folder: str, first: bool) -> Any:
 @pytest.mark.parametrize(("name", "continuations"), shared_out("tied gpt", "tied", "unet"))
 def test_saved_by_one_and_continued_by_another(name: str, continuations: Continuations, tmp_path: Path) -> None:
     """Weights that two stages hold are in a checkpoint once, under their first name."""
-    want = worlds.alone(train, name=name, strategy="single", micro_batch=2, reproducible=True)
+    want = worlds.alone(train, name=name, strategy="single", micro_batch=2, reproducible=True, epochs=2)
     places = [(1, "single"), (3, "pipeline"), (4, "pipeline:stages=2,schedule=interleaved"), (2, "mirrored")]
     for (devices, strategy), after in continuations(places, -1, -2):
         folder = str(tmp_path / strategy)

@@ -525,10 +525,13 @@ def loss(model: Any, batch: Any) -> Any:
 
 
 def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **options: Any) -> Any:
-    """Batches of 15 and 11 samples over two workers, in micro-batches of at most 2: 4, 4, 3 and 3 of them."""
+    """Batches of 15 and 11 samples over two workers, in micro-batches of at most 2: 4, 4, 3 and 3 of them.
+
+    An epoch; two of the decoder, whose second one has no new shapes.
+    """
     arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64", **options}
     run = tutti.prepare(build(name), optimizer, data(), loss, strategy=strategy, **arguments)
-    losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
+    losses = [run.step(batch) for epoch in range(1 + (name == "decoder")) for batch in run.epoch(epoch)]
     losses.append(run.evaluate(run.feed.source, batch=7).loss)
     return {key: value.cpu().numpy().copy() for key, value in run.state().items()}, losses, run.weights_sha256()
 
@@ -546,18 +549,13 @@ PLACES = [
     ("judging", 2, "pipeline:micro_batches=4", True),
     ("judging, checked", 3, "pipeline:micro_batches=4", True),
     ("measuring", 2, "pipeline:micro_batches=4", True),
-    ("measuring", 3, "pipeline:micro_batches=4", False),
     ("marking", 2, "pipeline:micro_batches=4", True),
-    ("marking", 3, "pipeline:micro_batches=4", False),
     ("prefixed", 2, "pipeline:micro_batches=4", True),
-    ("prefixed", 3, "pipeline:micro_batches=4", False),
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("transcribing", 2, "pipeline:micro_batches=4", True),
     ("seeing", 2, "pipeline:micro_batches=4", True),
-    ("seeing", 3, "pipeline:micro_batches=4", False),
     ("assigning", 3, "pipeline:micro_batches=4", True),
     ("scaled", 2, "pipeline:micro_batches=4", True),
-    ("scaled", 3, "pipeline:micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
     ("handing", 2, "pipeline:micro_batches=4", True),
     ("collecting", 2, "pipeline:micro_batches=4", False),
@@ -568,10 +566,12 @@ PLACES = [
     ("decoder", 2, "pipeline:stages=body.embed+body.blocks.0/body.blocks.1+body.blocks.2+body.norm+head", True),
     ("decoder with dropout", 2, "pipeline:micro_batches=4", True),
     ("translator", 3, "pipeline:micro_batches=4", True),
-    ("translator", 4, "hybrid:stages=2,micro_batches=4", False),
     *(
         pytest.param(*place, marks=pytest.mark.full)
         for place in (
+            *((name, 3, "pipeline:micro_batches=4", False) for name in ("measuring", "marking", "prefixed")),
+            *((name, 3, "pipeline:micro_batches=4", False) for name in ("seeing", "scaled")),
+            ("translator", 4, "hybrid:stages=2,micro_batches=4", False),
             ("direct", 2, "model_parallel", True),
             ("decoder", 3, "pipeline:micro_batches=4", True),
             ("decoder", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
@@ -590,7 +590,7 @@ def test_recorded_stages_equal_one_device(name: str, devices: int, strategy: str
         assert not reproducible or got[2] == want[2]
 
 
-@pytest.mark.parametrize("name", ["handing", "decoder"])
+@pytest.mark.parametrize("name", ["handing", pytest.param("decoder", marks=pytest.mark.full)])
 def test_recorded_stages_on_an_accelerator_equal_one_device(name: str) -> None:
     """The whole model is still in host memory when its forward is recorded with a micro-batch on the device."""
     want = on_one_device(name, True)
