@@ -31,11 +31,15 @@ def test_positions_split_between_layers(shape: str, devices: int) -> None:
 SPLIT_POSITIONS = [
     ("gpt, dropout", "hybrid:tensor=2,replicas=2,least=1,sequence=true", 4, "lamb"),
     ("nano", "hybrid:stages=2,tensor=2,least=1,sequence=true", 4, "lars"),
-    ("gpt, dropout", "hybrid:stages=2,tensor=3,least=1,sequence=true,schedule=zero_bubble", 6, "sgd momentum"),
+    # Three slices of positions are below, with shards, and stages of them above.
+    pytest.param(
+        *("gpt, dropout", "hybrid:stages=2,tensor=3,least=1,sequence=true,schedule=zero_bubble", 6, "sgd momentum"),
+        marks=pytest.mark.full,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), few_large(SPLIT_POSITIONS))
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), SPLIT_POSITIONS)
 def test_positions_split_in_replicas_and_stages(shape: str, strategy: str, devices: int, optimizer: str) -> None:
     check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
@@ -141,12 +145,14 @@ SHARDS = [
     ("gpt", "hybrid:shards=2,stage=2,tensor=3,least=1,sequence=true", 6, "muon"),
     ("nano", "hybrid:shards=3,stage=3,tensor=2,least=1,sequence=true,units=Linear", 6, "lars"),
     ("nano", "hybrid:replicas=2,shards=2,stage=3,tensor=2,least=1", 8, "sgd momentum"),
-    ("translating", FULLY, 4, "sgd momentum"),
     ("convolutions", FULLY, 4, "novograd"),
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), few_large(SHARDS))
+TRANSLATING = pytest.param("translating", FULLY, 4, "sgd momentum", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), [*few_large(SHARDS), TRANSLATING])
 def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
     """What slices and stages keep shared out over replicas."""
     text = OPTIMIZERS[optimizer].format(last="*embed*+*head*")
@@ -157,7 +163,8 @@ def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer
     "options",
     [
         {"activation_checkpointing": "selective"},
-        {"compile": "default:backend=eager"},
+        # Shards that are compiled, and slices, are in the contract and in tests/parallel/tensor/test_tensor_layout.py.
+        pytest.param({"compile": "default:backend=eager"}, marks=pytest.mark.full),
         pytest.param({"activation_checkpointing": "blocks"}, marks=pytest.mark.full),
     ],
     ids=str,

@@ -343,23 +343,26 @@ def test_accelerators_send_the_requests_that_the_client_counts(ranks: int, task:
     ("strategy", "ranks", "checkpointing"),
     [
         ("tensor", 2, "none"),
-        ("tensor:least=0", 2, "blocks"),
         ("tensor:least=0", 3, "none"),
         ("tensor:least=0,sequence=true", 2, "none"),
         ("tensor:least=0,sequence=true", 2, "blocks"),
         ("tensor:least=0,tensor=2", 4, "none"),
         ("tensor:whole=blocks.1", 2, "none"),
         ("hybrid:stages=2,tensor=2,least=0,micro_batches=3,cuts=blocks.2", 4, "none"),
-        ("hybrid:stages=2,tensor=2,least=0,micro_batches=3,schedule=gpipe,cuts=blocks.1", 4, "none"),
         ("hybrid:stages=2,tensor=2,least=0,micro_batches=2,schedule=zero_bubble,cuts=blocks.2", 4, "none"),
         (
             "hybrid:stages=2,tensor=2,least=0,micro_batches=2,schedule=interleaved,cuts=blocks.0+blocks.1+blocks.2",
             4,
             "none",
         ),
-        pytest.param(
-            *("hybrid:replicas=2,stages=2,tensor=2,least=0,micro_batches=2,cuts=blocks.1", 8, "none"),
-            marks=pytest.mark.full,
+        # Blocks that are computed again are above with split positions, and split stages with three schedules.
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("tensor:least=0", 2, "blocks"),
+                ("hybrid:stages=2,tensor=2,least=0,micro_batches=3,schedule=gpipe,cuts=blocks.1", 4, "none"),
+                ("hybrid:replicas=2,stages=2,tensor=2,least=0,micro_batches=2,cuts=blocks.1", 8, "none"),
+            )
         ),
     ],
 )

@@ -60,12 +60,14 @@ def test_attention_of_several_forms(
 
 
 ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
+ELSEWHERE = ("lamb", "muon", "novograd", "torch adafactor")
+"""Of which ordinary runs have split layers in the tables beside, and in ``tests/parallel/test_whole_tensors.py``."""
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(name, marks=pytest.mark.full) if KINDS.get(name) == "elementwise" else name
+        pytest.param(name, marks=pytest.mark.full) if KINDS.get(name) == "elementwise" or name in ELSEWHERE else name
         for name in [*OPTIMIZERS, *ADAPTED]
     ],
 )
