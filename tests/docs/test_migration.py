@@ -1,6 +1,7 @@
 """The scripts of docs/migrating-from-*.md: given the same order, before and after end alike.
 
-Ordinary runs take two ranks, where the padding shows of which the pages speak; ``make full`` takes three, too.
+Ordinary runs take two ranks, where the padding shows of which the pages speak, and of Accelerate and FSDP what comes
+after; ``make full`` takes three, too, and what comes before.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def test_accelerate_after_ends_as_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is in the extra 'bench'")
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
     words = (str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))
     # A process of Gloo may abort as it ends, all work done ("terminate called without an active exception").
@@ -159,7 +161,8 @@ def test_horovod_before_continued_on_three_ranks_ends_alike(tmp_path: Path) -> N
     assert losses(before) == pytest.approx(losses(after), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_fsdp_before_and_after_end_alike(ranks: int, tmp_path: Path) -> None:
     before = told(tmp_path, "tutti run", ranks, str(SCRIPTS / "fsdp_before.py"), "--order", orders(tmp_path))
     after = told(tmp_path, "tutti run", ranks, str(SCRIPTS / "fsdp_after.py"))
@@ -169,7 +172,7 @@ def test_fsdp_before_and_after_end_alike(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("kind", ["trainer", "lightning", "deepspeed"])
+@pytest.mark.parametrize("kind", ["fsdp", "trainer", "lightning", "deepspeed"])
 def test_framework_scripts_moved_end_as_their_page_says(kind: str, ranks: int, tmp_path: Path) -> None:
     after = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_after.py"))
     assert (after[-1].loss, after[-1].samples) == (pytest.approx(stated(kind), abs=TOLERANCE), 261)
