@@ -85,7 +85,7 @@ def _to_target(row: RungResult) -> tuple[str, ...]:
 def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> str:
     """Return the results of a ladder as a text table, a line for each of its configurations (rungs).
 
-    Numbers are means over the seeds. The column ``range`` is half the distance between the best and the worst seed.
+    ``headings`` are the columns, and ``cells`` the texts: mostly means over the seeds.
 
     Args:
         ladder: the ladder, a series of training configurations.

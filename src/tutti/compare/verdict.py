@@ -166,7 +166,7 @@ class Effect:
 def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
     """Return for each rung the gain in the held-out metric, mean over the seeds, over the rung that it changes.
 
-    Left out are rungs without a finished run, and rungs whose parent has none.
+    A rung without a finished run, or whose parent has none, is left out.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -196,9 +196,9 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
     """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
-    The drop is that from the first rung to the naive one (``ladder.naive``), which loses accuracy. A recipe is a rung
-    at another scale (logical workers, batch size) than the first, or any rung but the first if all have one scale. It
-    is judged only against a baseline at the first rung's scale with otherwise equal options
+    The drop is the loss of the metric from the first rung to the naive one (``ladder.naive``). A recipe is a rung at
+    another scale (logical workers, batch size) than the first, or any rung but the first if all have one scale. It is
+    judged only against a baseline at the first rung's scale with otherwise equal options
     (``like_with_like.baselines``), so that a difference has one cause.
 
     Args:
@@ -208,9 +208,9 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         metric: the metric that is compared.
 
     Returns:
-        The sentences in the order of reading, one a paragraph; at least one. Without a result of the first or the naive
-        rung, no drop: only the best recipe, or that not enough runs have finished. Sentences on targets (``--until``)
-        come last, as ``to_target`` returns them.
+        The sentences in the order of reading, one a paragraph; at least one. If the first or the naive rung has no
+        result, they state only the best recipe, or that not enough runs have finished. Sentences on targets
+        (``--until``) come last, as ``to_target`` returns them.
     """
     first, naive = ladder.rungs[0].name, ladder.naive
     sentences, rows = _without_numbers(ladder, rows)

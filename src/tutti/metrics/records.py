@@ -55,7 +55,7 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
 
     The path is ``config.out``; if that is None, ``TASK-YYYYmmdd-HHMMSS`` (time in UTC) in the folder ``config.runs``,
     with a number behind it if this name is taken. Summary, metrics and checkpoints of an earlier run in ``config.out``
-    are deleted, lest they be taken for this run's.
+    are deleted, so that they are not mistaken for this run's.
 
     Args:
         config: the run's configuration, with ``out``, ``runs`` and ``overwrite``.

@@ -41,7 +41,7 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         groups that this rank's optimizer changes in its steps. Where a rank's trial failed, the four flags are False.
 
     Raises:
-        UsageError: on all ranks, where a step draws from PyTorch's global random generator.
+        UsageError: on all ranks, if a rank's step draws from a global random generator (PyTorch's, NumPy's, Python's).
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     comm = run_context.comms.world

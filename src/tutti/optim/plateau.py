@@ -40,8 +40,8 @@ class Plateau:
 
         Called on every rank after each evaluation during the run. After more than ``patience`` evaluations in a row
         without a better value, ``factor`` is multiplied by the option ``factor``, but not below the option ``min``; the
-        ``cooldown`` evaluations after that do not count. Not collective: every rank must pass the same
-        value, so that all use the same rates.
+        ``cooldown`` evaluations after that do not count. Not collective: every rank must pass the same value, so that
+        all use the same rates.
 
         Args:
             value: the metric's held-out value; NaN is never better.

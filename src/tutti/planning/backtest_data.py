@@ -29,8 +29,8 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     The law E(B) = E_min(1 + B/B_crit), with the data E_min that small batches need and the critical batch size B_crit,
     is fitted to the smallest batch of a benchmark round (*anchored*), or (*extrapolated*) to all batches of at most
     half the predicted one, and once more to batches of at most an eighth. Rounds are separate series, because target
-    and unit change between them. Left out are runs whose column ``ok`` is not above 0, and values more than 20 times
-    from a round's median, which are in another unit (epochs, samples).
+    and unit change between them. Runs whose column ``ok`` is not above 0 are left out, and so are values more than 20
+    times above or below a round's median, which are in another unit (epochs, samples).
 
     Args:
         rows: one row for each training run, with benchmark, round, global batch, and data until the target was reached

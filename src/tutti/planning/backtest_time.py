@@ -122,7 +122,7 @@ def _fit_and_ask(
 
 
 def all_reduce(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
-    """Predict the seconds of all-reduces over more ranks from those over fewer, separately for each hardware.
+    """Predict the seconds of all-reduces over more ranks from all-reduces over fewer, for each hardware by itself.
 
     The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), or of up to N ranks to
     predict 2 N and more (*extrapolated*).
@@ -176,7 +176,7 @@ def _ring_nodes(row: TableRow) -> float:
 
 
 def small_cluster(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
-    """Predict the seconds of data-parallel steps on more replicas from those on fewer, for each workload and GPU.
+    """Predict the seconds of data-parallel steps on more replicas from steps on fewer, for each workload and GPU.
 
     A law of computing and of rings within and between nodes is fitted to the fewest replicas (*anchored*), or to up to
     N replicas to predict 2 N and more (*extrapolated*). *Anchored, other workloads' network* takes the network's
@@ -256,7 +256,7 @@ def _with_network(others: Sequence[Array]) -> ScalingLaw:
 
 
 def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
-    """Predict the seconds of training iterations of GPTs on more devices of one host from those on fewer.
+    """Predict the seconds of a GPT's training iterations on more devices of a host from iterations on fewer.
 
     The devices are split into data, tensor and pipeline parallelism. A law of computing, collectives and pipeline
     bubbles is fitted to the fewest devices (*anchored*), or to up to N devices to predict 2 N and more

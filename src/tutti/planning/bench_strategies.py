@@ -69,7 +69,7 @@ _SUBJECTS = (
 
 
 def bench_strategies(world: World, found: Findings) -> None:
-    """Measure the seconds in which the Python code of each strategy keeps a rank busy, besides the model's own.
+    """Measure the CPU seconds that the Python code of each strategy adds to a training step on a rank.
 
     A tiny GPT, whose kernels take next to no time, is trained with each strategy for a few steps, with 2 and 6 layers
     and 1 and 4 micro-batches. The measured quantity is CPU seconds of the main thread, without the time in which the

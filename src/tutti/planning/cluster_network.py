@@ -36,7 +36,7 @@ class Network:
         return math.ceil(ranks / self.per_node)
 
     def spread(self, ranks: int, apart: int) -> tuple[int, int]:
-        """Return how the ranks of a collective are placed on the cluster: ranks on one node, and number of nodes.
+        """Return the placement of a collective's ranks on the cluster: ranks on one node, and number of nodes.
 
         Args:
             ranks: number of ranks of the collective.

@@ -65,7 +65,7 @@ def _rounds(algorithm: Algorithm, ranks: int) -> list[tuple[int, float]]:
 
 
 def ring_passes(kind: str) -> int:
-    """Return how often a ring passes the vector around: twice for an ``all_reduce``, once for other collectives."""
+    """Return the number of rounds of a vector in a ring: two for an ``all_reduce``, one for other collectives."""
     return 2 if kind == "all_reduce" else 1
 
 

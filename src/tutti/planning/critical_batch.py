@@ -156,11 +156,11 @@ def critical_batch(
 
     Returns:
         A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, low and high end of its 90 % band, 0 or ∞ where
-        not bounded; ``basis``, its measurements in words; ``ways``, a tuple with the estimate by each
-        measured method alone (``noise``, ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None
-        without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
-        preconditioned gradient with their bands (None where not measured); ``batches``, for each batch the samples to
-        the target (geometric mean over its runs) and the number of runs; and ``branches`` as given.
+        not bounded; ``basis``, its measurements in words; ``ways``, a tuple with the estimate by each measured method
+        alone (``noise``, ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None without a run
+        that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned
+        gradient with their bands (None where not measured); ``batches``, the samples to the target (geometric mean over
+        runs) and number of runs of each batch; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a

@@ -488,10 +488,10 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
 
 
 def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
-    """Return how many times faster a plan trains than the fastest plan on fewer devices; None for the first plan.
+    """Return the speedup of a plan over the fastest plan on fewer devices; None for the first plan.
 
-    The number is the time of the fastest plan on fewer devices over the time of this plan: above 1 where this plan is
-    faster, below 1 where it is slower.
+    The speedup is the training time of the fastest plan on fewer devices divided by the time of this plan: below 1 if
+    this plan is slower.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
@@ -555,7 +555,7 @@ class LostReason:
 
     @property
     def tie(self) -> bool:
-        """Whether the training times of the two compared plans are too close to tell apart, so that no cause is named.
+        """Whether the training times of the two compared plans are too close to call one faster.
 
         A plan is a choice of devices, batch size and strategy. True if the loser takes at most 1 % longer than the
         winner, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws; False for a loser whose
@@ -565,7 +565,7 @@ class LostReason:
 
 
 def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
-    """Return whether the training times of two plans are too close to tell the plans apart.
+    """Return whether the training times of two plans are too close to call one faster.
 
     A plan is a choice of devices, batch size and strategy, with its training time to a target. True if ``loser`` takes
     at most 1 % longer than ``winner``, or if ``loser`` is at least as fast in at least 5 % of the paired Monte Carlo

@@ -44,9 +44,9 @@ class FittedLaw:
     def predict(self, inputs: Inputs, doublings: Array | float = 0.0) -> tuple[Array, Array]:
         """Predict by the fitted law the seconds, or other quantity, of further measurements from their inputs.
 
-        Constants of which the fitted measurements say nothing, such as those of a network that one device does not use,
-        keep their prior. A sum of uncertain positive costs is larger in the median than the sum of their medians, so
-        that the prediction is the median over draws of these constants, with all other constants at the optimum.
+        Constants that the fitted measurements do not determine, such as the network's for measurements on one device,
+        keep their prior. The prediction is the median over draws of these constants, with all other constants at the
+        optimum, because a sum of uncertain positive costs is larger in the median than the sum of their medians.
 
         Args:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
@@ -193,9 +193,9 @@ def fit_target(
     """Fit E(B) = E_min(1 + B/B_crit), the data to a target at batch size B, to measured batch sizes.
 
     The posterior of B_crit is computed on a grid; E_min is the best fit at each grid point. The likelihood is Student's
-    t, since the spread between runs is unknown too. Without a noise scale the prior says that people measure at batches
-    well below the critical one: log B_crit ~ N(log 64·max B, 2²), a guess from published submissions. With a noise
-    scale the prior is log B_crit ~ N(log B_simple, ``noise_spread``²).
+    t, since the spread between runs is unknown too. The prior is log B_crit ~ N(log B_simple, ``noise_spread``²).
+    Without a noise scale it is log B_crit ~ N(log 64·max B, 2²), a guess from published submissions, whose batches are
+    well below the critical one.
 
     Args:
         batches: (n,) batch sizes in samples.

@@ -63,7 +63,7 @@ class MicroBatchSizes:
 
     @classmethod
     def of(cls, config: PlannedRun) -> MicroBatchSizes:
-        """Compute number and size of the micro-batches of logical worker 0, which has at least as many as any other.
+        """Compute number and size of the micro-batches of logical worker 0, which has the most of all workers.
 
         A logical worker is a fixed share of the global batch.
 

@@ -99,9 +99,8 @@ def open_options(text: str, devices: int) -> list[str]:
     The options to search are the ZeRO stage of ``sharded``; the number of stages and the schedule of ``pipeline``; the
     number of tensor ranks of ``tensor``; and for ``hybrid`` the numbers of stages and of tensor ranks, and the
     schedule. Numbers are powers of two from 2 that divide the number of devices, up to 64 stages and 8 tensor ranks; 1
-    if no power divides it.
-    For ``hybrid``, stages × tensor ranks must divide the number of devices too; where no such pair does, the one text
-    has one stage and the largest number of tensor ranks.
+    if no power divides it. For ``hybrid``, stages × tensor ranks must divide the number of devices, too; if no pair
+    does, the one text has one stage and the largest number of tensor ranks.
 
     Args:
         text: value of ``--strategy``, whose options are kept.

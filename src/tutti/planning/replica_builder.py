@@ -84,7 +84,7 @@ class ReplicaBuilder:
         The step has the passes of all micro-batches, the all-reduces over the data ranks and the update; with tensor
         parallelism also its collectives in the passes, broadcasts of gradients that every tensor rank holds whole, and
         an all-reduce of the gradient norm over the replica's devices. All-reduces by the communication backend's own
-        algorithm overlap backward; those by another algorithm, and sums in shared memory, follow backward.
+        algorithm overlap backward; all-reduces by another algorithm, and sums in shared memory, follow backward.
 
         Args:
             sync: options of gradient synchronisation: ``schedule`` (all-reduce algorithm, None for the backend's
@@ -287,8 +287,8 @@ class ReplicaBuilder:
                 draws); None: the result of the method ``delays``.
 
         Returns:
-            By name of each module group, the index in ``program.actions`` of the last action of its backward in the
-            last micro-batch.
+            Name of a module group → index in ``program.actions`` of the last action of the group's backward in the last
+            micro-batch.
 
         Raises:
             UsageError: the machine's data lack a class of operators, a collective of tensor parallelism or the cost of
@@ -460,10 +460,10 @@ class ReplicaBuilder:
         return [*needs]
 
     def count_norm(self, program: StepProgram, squares: int | None = None) -> None:
-        """Count the all-reduces of the gradient norm over the devices of one replica in a simulated step.
+        """Add the all-reduces of the gradient norm over a replica's devices to the collectives of a simulated step.
 
-        One for each pipeline stage is added to the list ``program.collectives``, and none for replicas of one device.
-        ``norm_seconds`` predicts their time.
+        The list ``program.collectives`` gets one entry for each pipeline stage, and none for replicas of one device. No
+        time is added to the step; ``norm_seconds`` predicts it.
 
         Args:
             program: the simulated step.

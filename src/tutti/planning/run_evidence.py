@@ -233,8 +233,8 @@ def _host(path: Path) -> str:
 def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
     """Select the finished runs that can serve to plan training of a task, and check that model and data are equal.
 
-    Left out are runs with ``--batch-growth``, ``--lr-scale adascale`` or ``--regime-batch``, whose batch size or
-    learning rate changes with the run.
+    Runs with ``--batch-growth``, ``--lr-scale adascale`` or ``--regime-batch`` are left out, because their batch size
+    or learning rate changes with the run.
 
     Args:
         found: the runs; all kept runs must have the options ``data``, ``model`` and ``augment`` of the first kept one.

@@ -40,9 +40,9 @@ class ScriptMeasurement:
     def applied(self, options: RunOptions, record: Any) -> RunOptions:
         """Return a copy of the options of a script's ``tutti.prepare``, with this measurement and a further callback.
 
-        The numbers of this measurement replace ``noise_every``, ``workers`` and ``micro_batch``. Where neither it nor
-        the script states one, ``noise_every`` is 10, and ``workers`` is 4 if there is no micro-batch either. ``record``
-        is appended to ``callbacks``.
+        The numbers of this measurement replace ``noise_every``, ``workers`` and ``micro_batch``. A ``noise_every`` that
+        neither the measurement nor the script states is 10, and ``workers`` is 4 if neither states it or a micro-batch.
+        ``record`` is appended to ``callbacks``.
 
         Args:
             options: options that the script passes to ``tutti.prepare``; not changed.

@@ -99,10 +99,10 @@ def optimizer_mixing(optimizer: OptimizerChoice, named: Shapes) -> Mixing:
         named: a pair (name, shape) for each parameter, as tuples.
 
     Returns:
-        A ``Mixing``. Four of its attributes are True if a step on parts of the tensors gives the same as these parts of
-        a step on the whole: ``rows`` (slices along the first dimension), ``columns`` (along others), ``flat`` (pieces
-        of the flattened tensor) and ``tensors`` (a subset of the tensors). ``draws`` and ``closure`` are True if a step
-        draws random numbers, and if it needs a closure. ``untried`` says why the trial failed; None if it succeeded.
+        A ``Mixing``. Four of its attributes are True if a step on slices of the tensors gives these slices of the step
+        on whole tensors: ``rows`` (slices along the first dimension), ``columns`` (along other dimensions), ``flat``
+        (pieces of the flattened tensor) and ``tensors`` (a subset of the tensors). ``draws`` is True if a step draws
+        random numbers, ``closure`` if it needs a closure. ``untried`` is the reason why the trial failed, or None.
 
     Raises:
         UsageError: there is no parameter.

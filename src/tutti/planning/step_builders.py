@@ -32,7 +32,7 @@ from tutti.planning.step_program import StepProgram
 
 
 def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
-    """Return the sizes in samples of the micro-batches of data rank 0, which has at least as many samples as any other.
+    """Return the sizes in samples of the micro-batches of data rank 0, which has the most samples of all data ranks.
 
     Args:
         config: configuration of the run, with a number of devices.

@@ -61,8 +61,8 @@ class TensorSplit:
         the collectives of the model's split layers are recorded and not performed.
 
         Args:
-            log: records the collectives that forwards and backwards of the built model would make; None: they are not
-                kept, for a caller that wants only the sizes of the model.
+            log: receives the collectives that forwards and backwards of the built model would make; None discards them,
+                for a caller that needs only the sizes of the model.
 
         Returns:
             The model, whose split layers hold the first rank's slices.

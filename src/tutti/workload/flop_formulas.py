@@ -134,7 +134,7 @@ def lacks_formula(func: Any) -> bool:
 def decoder_flop_per_token(parameters: float, layers: int, width: int, length: int) -> float:
     """Return the training FLOP (forward and backward) of a token of a decoder, 6N + 12·L·(H·Q)·T.
 
-    A third of the FLOP is the forward's. What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv
+    A third of the FLOP is the forward's. Savings by causal masking are not subtracted. Chowdhery et al. 2022, arXiv
     2204.02311, appendix B.
 
     Args:
