@@ -79,10 +79,10 @@ class Epochs:
         """The run's epochs in spans with one batch contract: a tuple of ``EpochPhase``, the last without an end.
 
         A span ends where the batch grows, and at a resume with another batch size or data set; without either there is
-        one span. Each has its range of epochs (``start``, ``end``), their batch contract (global batch size, number of
-        training samples, and the division over logical workers, which are fixed shares, and ranks), and the factor
-        ``rate`` on the learning rate that goes with it. For epochs before such a resume the division is not kept: their
-        contract has one worker and one rank, and their ``rate`` is 1.
+        one span. A span has its range of epochs (``start``, ``end``), the batch contract of these epochs (global batch
+        size, number of training samples, and the division over logical workers, which are fixed shares, and ranks), and
+        the factor ``rate`` on the learning rate. The division of epochs before a resume with another batch size or data
+        set is not known: their contract has one worker and one rank, and their ``rate`` is 1.
         """
         if self.growth is None:
             starts = (0, *(each.end for each in self.earlier))

@@ -172,7 +172,7 @@ def built_alike(
 
     Args:
         optimizer: the original, which is not changed.
-        groups: parameter groups with all their settings, by the index of the original's group that has the same ones.
+        groups: index of a parameter group of the original → new group with the settings of this group.
         changes: constructor options to set to other values than the original's, by name; None for none.
 
     Returns:
@@ -182,8 +182,8 @@ def built_alike(
     Raises:
         UsageError: the optimizer can be neither constructed nor copied. It cannot be constructed if it holds another
             optimizer, if its constructor raises, or if an attribute (None, a number, a text, a dtype or a tuple of
-            these) would differ from the original's, which would be another algorithm. A UsageError that the constructor
-            raises is raised on, without a copy.
+            these) would differ from the original's, which would be another algorithm. A UsageError of the constructor
+            propagates, and no copy is tried.
     """
     if not inner_optimizers(optimizer):
         built, why = _constructed(optimizer, list(groups.values()), changes or {})

@@ -90,10 +90,10 @@ class BacktestResult:
     def left_out(self) -> list[JsonRow]:
         """Compare, for each published source of this back-test, its errors with the bands that other sources give.
 
-        An error is that of a predicted time, or amount of data, against the published measurement. Predictions are of
-        one class (key ``cell``) if they rest on the same kind of measurement, such as one measured row, and extrapolate
-        similarly far. A score is |ln(measured ÷ predicted)| divided by (σ² + 0.1²)^⅜, where σ is the standard deviation
-        that the prediction states for its logarithm.
+        Errors are of predicted times, or amounts of data, against published measurements. Predictions are of one class
+        (key ``cell``) if they rest on the same kind of measurement, such as one measured row, and extrapolate similarly
+        far. A score is |ln(measured ÷ predicted)| divided by (σ² + 0.1²)^⅜, where σ is the standard deviation that the
+        prediction states for its logarithm.
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),

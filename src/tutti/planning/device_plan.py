@@ -409,7 +409,7 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
         steps to the target (``steps``), the ``seconds`` to it (median), Monte Carlo ``draws`` of these seconds, an
         array of shape (256,), their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price). The
-        seconds are those of training and, as far as ``data.other`` knows them, of start, evaluations and saves.
+        seconds include start, evaluations and saves, as far as ``data`` predicts them (``TargetData.with_other``).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.

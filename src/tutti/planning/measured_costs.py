@@ -276,8 +276,8 @@ class MeasuredCosts(StepCosts):
     def message(self, size: float, ranks: int) -> Array:
         """Return the seconds of a point-to-point message over the slowest link, from its measured curve or stated cost.
 
-        One rank sends and the other receives. Where messages of one way were not measured (an older file), the message
-        takes as long as two, one each way at once.
+        One rank sends and the other receives. If the machine file has only messages both ways at once (an older file),
+        the seconds are theirs.
 
         Args:
             size: bytes of the message.

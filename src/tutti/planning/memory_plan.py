@@ -129,7 +129,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> MemoryFacts:
 
 
 def wrapped_bytes(model: nn.Module, policy: Sequence[str]) -> tuple[int, int]:
-    """Return bytes of parameters: of the largest FSDP-wrapped module, and outside of all FSDP-wrapped modules.
+    """Return the bytes of parameters in the largest FSDP-wrapped module, and outside of all FSDP-wrapped modules.
 
     A wrapped module counts with all its parameters, also with the parameters of wrapped modules inside it.
 
