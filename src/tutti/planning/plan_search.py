@@ -382,14 +382,15 @@ def search_plans(
 
     Args:
         choices: plans to search, without seconds: devices, batch, strategy and options, as from ``plan_choices``.
-        measured: steps that runs have measured, which replace predictions of the same plan. pricer: predicts all other
-        steps. data: number of training samples to the target at any batch size. memory: bytes of a device's memory;
-        None where memory is not to be checked. found: receives ``steps``: the elements of ``measured`` and the
-        simulated steps, with their memory, and steps with
-            only a lower bound of their seconds, without; ``refused`` (number of plans by reason), ``lacking`` (plans
-            that do not fit into memory, by strategy), and in the lists ``rests`` and ``guesses`` lines on sources and
-            guesses. Its ``searched`` grows by the number of plans that ``choices`` yielded, and ``evaluated`` by the
-            number of simulated plans.
+        measured: steps that runs have measured, which replace predictions of the same plan.
+        pricer: predicts all other steps.
+        data: number of training samples to the target at any batch size.
+        memory: bytes of a device's memory; None where memory is not to be checked.
+        found: receives ``steps`` (measured and simulated steps with their memory, and steps that have only a lower
+            bound of their seconds, without memory), ``refused`` (number of plans by reason), ``lacking`` (plans that do
+            not fit into memory, by strategy), and in the lists ``rests`` and ``guesses`` lines on sources and guesses.
+            Its ``searched`` grows by the number of plans that ``choices`` yielded, and ``evaluated`` by the number of
+            simulated plans.
 
     Raises:
         UsageError: the data to the target are unknown at the batch of a measured step. A plan whose seconds or memory

@@ -108,8 +108,7 @@ class PublishedCosts(StepCosts):
     ) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
 
-        The seconds are at least the number of operator calls times 5 µs, a guess at the launch of one; bytes are not
-        used.
+        The seconds are at least 5 µs for each operator call, a guess at the time of its launch; bytes are not used.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
