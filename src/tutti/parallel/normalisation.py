@@ -92,7 +92,7 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
 
     Args:
         norm: L2 norm of the gradient.
-        largest: largest norm that is not clipped; None for no clipping.
+        largest: norm to clip to; a norm less than 1e-6 below it is scaled too, as in PyTorch. None for no clipping.
 
     Returns:
         The factor to multiply the gradient by, 1.0 without clipping, and the norm of the product.

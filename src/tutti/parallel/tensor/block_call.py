@@ -185,7 +185,7 @@ def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, va
 
 
 def check_form(args: Any, kwargs: Any, forms: Collection[str], layer: str) -> None:
-    """Raise UsageError if a split block is called with arguments of another kind than those its split was verified for.
+    """Raise UsageError if the split of a block was not verified for the kind of a call's arguments.
 
     The kind of a call's arguments is the text of ``form_of``: their structure, dtypes, numbers of dimensions, and which
     of them need gradients.

@@ -268,7 +268,7 @@ class SplitReads(EditWatch):
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Check the script's use of further tensors, which stand for split parameters, as the use of these parameters.
+        """Register further tensors that stand for split parameters, so that the script's use of them is checked, too.
 
         Not collective. The parameters are split over tensor ranks. From now on no read of theirs is gathered any more
         (``gathers`` becomes False), as other ranks may have other rows of the slices: a read that needs a whole
@@ -526,7 +526,7 @@ class _ForwardReads(TorchFunctionMode):
 def watch_trial(
     plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device
 ) -> tuple[list[str], frozenset[str]]:
-    """Run the loss function once, and return the modules that tensor parallelism cannot split for its reads and hooks.
+    """Run the loss function once, and find modules that must stay whole because of reads of parameters or hooks.
 
     A module stays whole if the forward of another module reads its parameters. A block stays whole if the forward
     registers forward hooks on modules in it, as models of transformers do that collect hidden states: the hooks would

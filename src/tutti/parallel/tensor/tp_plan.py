@@ -100,10 +100,10 @@ class PlanEntry:
         """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
         An entry says how tensor parallelism treats one module. Keys are ``name``, ``role`` (such as ``column``),
-        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (the values of the
-        ``LocalForward`` that fits the code of a block to a slice). ``cuts`` has a list for
-        each parameter: the split dimension, the number of units along it (such as heads), none of which is divided, and
-        the sizes of its sections, which are split alike.
+        ``units`` (number of outputs, heads, … that are divided over ranks), ``cuts`` and ``local`` (the values of the
+        ``LocalForward``, which adapts the code of a block to a slice). ``cuts`` has a list for each parameter: the
+        split dimension, the number of units along it (such as heads), each of which stays on one rank, and the sizes of
+        its sections, which are split alike.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}, "local": list(self.local)}
 
