@@ -134,7 +134,7 @@ def test_accelerate_after_ends_as_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is in the extra 'bench'")
-@pytest.mark.full
+@pytest.mark.full  # test_framework_scripts_run_unchanged_under_tutti_run compares the same numbers.
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
     words = (str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))

@@ -82,7 +82,7 @@ def test_strategies_on_uneven_hosts(tmp_path: Path) -> None:
         assert uneven[strategy] == pytest.approx(sums, abs=1e-12), strategy
 
 
-@pytest.mark.parametrize(("hosts", "alike"), [((1, 2, 3), False), ((1, 1), True)], ids=str)
+@pytest.mark.parametrize(("hosts", "alike"), [((1, 2), False), ((1, 1), True)], ids=str)
 def test_every_rank_says_whether_hosts_have_equally_many_ranks(
     hosts: tuple[int, ...], alike: bool, tmp_path: Path
 ) -> None:
@@ -110,12 +110,12 @@ def test_identity_on_uneven_hosts() -> None:
 
 
 def test_ranks_that_count_different_nodes_are_refused(tmp_path: Path) -> None:
-    """Two, two and four ranks a host, without a launcher that numbers the hosts: some ranks would count four."""
+    """One, one and two ranks a host, without a launcher that numbers the hosts: some ranks would count four."""
     script = tmp_path / "script.py"
     script.write_text("import tutti\ntutti.init()\n")
     ranks = [
         {name: value for name, value in environ.items() if not name.startswith("GROUP_")}
-        for environ in environments((2, 2, 4))
+        for environ in environments((1, 1, 2))
     ]
     for code, _, said in started(ranks, script):
         assert code != 0 and "ranks count different numbers of nodes" in said, said

@@ -174,6 +174,12 @@ PLACES = (
 )
 
 
+def shares(names: list[str], places: int = len(PLACES)) -> list[Any]:
+    """For ``parametrize``: each place beside names in turn; marked ``full``: beside all of them."""
+    whole = [pytest.param(place, names, id=f"{place}-all", marks=pytest.mark.full) for place in range(places)]
+    return [pytest.param(place, names[place::places], id=f"{place}-in turn") for place in range(places)] + whole
+
+
 def train_epoch(run: Any, model: nn.Module, optimizer: Any, loss: Callable[[Any, Any], Any], how: str) -> None:
     """Train the first epoch by ``run.step`` (how = "step"), or in a loop by ``run.backward`` or ``loss.backward``."""
     for batch in run.epoch(0) if how == "step" else run.microbatches(0):
@@ -290,28 +296,30 @@ SINGLE: dict[str, tuple[Loss, bool]] = {
 }
 
 
-def train_single(strategy: str, micro_batch: int) -> list[Any]:
-    return [train("", strategy, micro_batch, "run.backward", loss) for loss, _ in SINGLE.values()]
+def train_single(names: list[str], strategy: str, micro_batch: int) -> list[Any]:
+    return [train("", strategy, micro_batch, "run.backward", SINGLE[name][0]) for name in names]
 
 
-def plain_single() -> list[Any]:
+def plain_single(names: list[str]) -> list[Any]:
     def of_batch(loss: Loss, net: nn.Module, inputs: Tensor, *rest: Tensor) -> Any:
         value = loss(net, inputs, *rest)
         # The number beside a sum is that of one sample.
         return (value[0], len(inputs)) if isinstance(value, tuple) else value
 
-    return [trained_plainly(partial(of_batch, loss)) if is_right else None for loss, is_right in SINGLE.values()]
+    chosen = [SINGLE[name] for name in names]
+    return [trained_plainly(partial(of_batch, loss)) if is_right else None for loss, is_right in chosen]
 
 
-def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice() -> None:
-    want = worlds.alone(plain_single)
-    for ranks, strategy in ((1, "single"), (3, "mirrored")):
-        for found in worlds.run(ranks, train_single, strategy=strategy, micro_batch=1):
-            for (name, (_, is_right)), each, of_plain in zip(SINGLE.items(), found, want, strict=True):
-                if is_right:
-                    assert each == pytest.approx(of_plain, abs=1e-12), name
-                else:
-                    assert each[0] == 0 and "no mean over samples" in str(each[1]), (name, each)
+@pytest.mark.parametrize(("place", "names"), shares(list(SINGLE), 2))
+def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice(place: int, names: list[str]) -> None:
+    ranks, strategy = ((1, "single"), (3, "mirrored"))[place]
+    want = worlds.alone(plain_single, names=names)
+    for found in worlds.run(ranks, train_single, names=names, strategy=strategy, micro_batch=1):
+        for name, each, of_plain in zip(names, found, want, strict=True):
+            if SINGLE[name][1]:
+                assert each == pytest.approx(of_plain, abs=1e-12), name
+            else:
+                assert each[0] == 0 and "no mean over samples" in str(each[1]), (name, each)
 
 
 HALF = BATCH // 2

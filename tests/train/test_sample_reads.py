@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tests.train.test_places_of_samples import PLACES, errors, made, trained, trained_plainly
+from tests.train.test_places_of_samples import PLACES, errors, made, shares, trained, trained_plainly
 
 mse = functional.mse_loss
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -186,10 +186,9 @@ def plain(names: list[str], own: nn.Module | None = None) -> list[Any]:
     return [trained_plainly(TAKEN[name], own) for name in names]
 
 
-@pytest.mark.parametrize("place", range(len(PLACES)))
-def test_a_number_of_all_samples_is_refused_before_the_first_update(place: int) -> None:
+@pytest.mark.parametrize(("place", "names"), shares(list(REFUSED)))
+def test_a_number_of_all_samples_is_refused_before_the_first_update(place: int, names: list[str]) -> None:
     ranks, strategy, micro, how = PLACES[place]
-    names = list(REFUSED)
     for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
         for name, each in zip(names, found, strict=True):
             # Of a factor of the whole loss another check says more.
@@ -198,10 +197,10 @@ def test_a_number_of_all_samples_is_refused_before_the_first_update(place: int) 
             assert is_factor or "test_sample_reads.py:" in each[1], (name, each)
 
 
-@pytest.mark.parametrize("place", range(len(PLACES)))
-def test_numbers_of_single_samples_counts_and_logs_are_right(place: int) -> None:
+@pytest.mark.parametrize(("place", "names"), shares(list(TAKEN)))
+def test_numbers_of_single_samples_counts_and_logs_are_right(place: int, names: list[str]) -> None:
     ranks, strategy, micro, how = PLACES[place]
-    how, names = "step" if how == "step" else "run.backward", list(TAKEN)
+    how = "step" if how == "step" else "run.backward"
     want = worlds.alone(plain, names=names)
     for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
         for name, each, of_plain in zip(names, found, want, strict=True):
@@ -318,21 +317,23 @@ def train_exchanged(how: str) -> Any:
     return trained(exchanged, made(), "mirrored", None, how)
 
 
-def train_branches(strategy: str, micro_batch: int | None, how: str) -> list[Any]:
-    return [trained(loss, made(), strategy, micro_batch, how) for loss, _ in BRANCHES.values()]
+def train_branches(names: list[str], strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    return [trained(BRANCHES[name][0], made(), strategy, micro_batch, how) for name in names]
 
 
-def plain_branches() -> list[Any]:
-    return [trained_plainly(loss) for loss, _ in BRANCHES.values()]
+def plain_branches(names: list[str]) -> list[Any]:
+    return [trained_plainly(BRANCHES[name][0]) for name in names]
 
 
-@pytest.mark.parametrize("place", range(len(PLACES)))
-def test_conditions_on_a_number_of_all_samples_are_refused_where_they_decide_on_the_loss(place: int) -> None:
+@pytest.mark.parametrize(("place", "names"), shares(list(BRANCHES)))
+def test_conditions_on_a_number_of_all_samples_are_refused_where_they_decide_on_the_loss(
+    place: int, names: list[str]
+) -> None:
     ranks, strategy, micro, how = PLACES[place]
-    how, want = "step" if how == "step" else "run.backward", worlds.alone(plain_branches)
-    for found in worlds.run(ranks, train_branches, strategy=strategy, micro_batch=micro, how=how):
-        for (name, (_, is_right)), each, of_plain in zip(BRANCHES.items(), found, want, strict=True):
-            if is_right:
+    how, want = "step" if how == "step" else "run.backward", worlds.alone(plain_branches, names=names)
+    for found in worlds.run(ranks, train_branches, names=names, strategy=strategy, micro_batch=micro, how=how):
+        for name, each, of_plain in zip(names, found, want, strict=True):
+            if BRANCHES[name][1]:
                 assert each == pytest.approx(of_plain, abs=1e-12), (name, each)
             else:
                 assert each[0] == 0 and "a condition on a number of all samples" in str(each[1]), (name, each)
@@ -340,7 +341,7 @@ def test_conditions_on_a_number_of_all_samples_are_refused_where_they_decide_on_
 
 
 def test_a_condition_on_a_number_of_all_ranks_is_right() -> None:
-    want = worlds.alone(plain_branches)[0]
+    [want] = worlds.alone(plain_branches, names=list(BRANCHES)[:1])
     for ranks, how in ((2, "run.backward"), (3, "step")):
         assert worlds.run(ranks, train_exchanged, how=how) == [pytest.approx(want, abs=1e-12)] * ranks
 

@@ -248,16 +248,15 @@ def test_assigned_data_of_which_a_rank_has_a_part(how: str, strategy: str) -> No
             assert largest_difference(got, want) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", PARTS)
-def test_misuse_is_refused(strategy: str) -> None:
-    for how in MISUSE:
-        said = worlds.run_within(5.0, 2, trained, how=how, strategy=strategy)
-        assert all(isinstance(text, str) for text in said), (how, said)
-        own = [text for text in said if "UsageError" in text or "MismatchError" in text]
-        assert own and ("state" in own[0] or how == "on_one_rank"), (how, said)
-        if how == "on_one_rank" or len(own) < len(said):
-            # A message of one rank is still under way, or a rank waits for one that was refused.
-            worlds.forget(2)
+@pytest.mark.parametrize(("how", "strategy"), in_turn(list(MISUSE), list(PARTS)))
+def test_misuse_is_refused(how: str, strategy: str) -> None:
+    said = worlds.run_within(5.0, 2, trained, how=how, strategy=strategy)
+    assert all(isinstance(text, str) for text in said), said
+    own = [text for text in said if "UsageError" in text or "MismatchError" in text]
+    assert own and ("state" in own[0] or how == "on_one_rank"), said
+    if how == "on_one_rank" or len(own) < len(said):
+        # A message of one rank is still under way, or a rank waits for one that was refused.
+        worlds.forget(2)
 
 
 def with_statistics(strategy: str, workers: int) -> Any:

@@ -75,11 +75,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(task: str, tmp_path: Path) -> No
     assert rates(tmp_path, "cut") == rates(tmp_path, "whole") and len(set(rates(tmp_path, "cut"))) > 2
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss that one device ends at."""
+    done = train(tmp_path_factory.mktemp("alone"), "decay", "--workers", "1", "--devices", "1")
+    return float(done["eval"]["loss"])
+
+
 @pytest.mark.parametrize("strategy", ["mirrored", "sharded", "pipeline", "parameter_server", "central_storage"])
-def test_strategies_end_at_the_same_loss(strategy: str, tmp_path: Path) -> None:
-    alone = train(tmp_path, "decay", "--workers", "1", "--devices", "1", out="alone")
-    found = train(tmp_path, "decay", "--strategy", strategy, "--devices", "2", out="split")
-    assert found["eval"]["loss"] == pytest.approx(alone["eval"]["loss"], rel=1e-4)
+def test_strategies_end_at_the_same_loss(strategy: str, alone: float, tmp_path: Path) -> None:
+    found = train(tmp_path, "decay", "--strategy", strategy, "--devices", "2")
+    assert found["eval"]["loss"] == pytest.approx(alone, rel=1e-4)
 
 
 def test_the_schedule_of_the_command_line_multiplies_the_rates_of_all_groups(tmp_path: Path) -> None:
