@@ -21,6 +21,7 @@ NAMES = (
     "2026-11-28-moved-library-scripts",
     "2026-11-28-moved-trainer-scripts",
     "2026-11-28-moved-project-scripts",
+    "2026-11-29-moved-scripts",
 )
 RESULTS = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in NAMES]
 
