@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -189,21 +190,47 @@ def scaled(clip: bool) -> Any:
 
 
 def own_generator() -> str:
-    """A loop that draws noise from the script's own generator on the device."""
+    """A loop that draws noise from the script's own generator on the device; of several workers here it is refused."""
     model = made()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     run, draw = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8), torch.Generator(here())
     draw.manual_seed(5)
-    for inputs, targets in run.microbatches(0):
-        noise = torch.randn(inputs.shape, generator=draw, device=inputs.device)
-        optimizer.zero_grad()
-        run.backward(nn.functional.cross_entropy(model(inputs + noise), targets))
-        optimizer.step()
+    try:
+        for inputs, targets in run.microbatches(0):
+            noise = torch.randn(inputs.shape, generator=draw, device=inputs.device)
+            optimizer.zero_grad()
+            run.backward(nn.functional.cross_entropy(model(inputs + noise), targets))
+            optimizer.step()
+    except UsageError as error:
+        if tutti.size() > 1:
+            raise
+        return error.what
+    assert tutti.size() > 1
     return run.weights_sha256()
 
 
 def pinned(tensor: Tensor) -> Tensor:
     return tensor if here().type == "cpu" else tensor.pin_memory()
+
+
+def pinned_counter() -> str:
+    """A loop that weighs each body's loss by a counter of NumPy in pinned memory; of several workers it is refused."""
+    model, count = made(), np.zeros(1, dtype=np.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8)
+    try:
+        for inputs, targets in run.microbatches(0):
+            count += 1
+            weight = pinned(torch.from_numpy(count)).to(here(), non_blocking=True)
+            optimizer.zero_grad()
+            run.backward((nn.functional.cross_entropy(model(inputs), targets) * weight).sum())
+            optimizer.step()
+    except UsageError as error:
+        if tutti.size() > 1:
+            raise
+        return error.what
+    assert tutti.size() > 1
+    return run.weights_sha256()
 
 
 def own_loader(strategy: str) -> Any:
@@ -240,6 +267,7 @@ ACTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "loss scale": (scaled, {"clip": False}),
     "loss scale and clipping": (scaled, {"clip": True}),
     "own generator": (own_generator, {}),
+    "pinned counter": (pinned_counter, {}),
     "own loader": (own_loader, {"strategy": "mirrored"}),
     **{
         f"moved {place}, batch {moved or 'as it is'}, {weigh or 'plain'}": (
@@ -271,8 +299,18 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("name", ACTIONS)
+ON_ONE_RANK = {"pinned counter", "moved after, batch to the host and back, tensor"}
+"""Actions that ordinary runs have on one rank, which compares the micro-batches of several workers."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        (name, ranks) if (ranks == 1) == (name in ON_ONE_RANK) else pytest.param(name, ranks, marks=pytest.mark.full)
+        for name in ACTIONS
+        for ranks in (1, 2)
+    ],
+)
 def test_an_action_gives_what_it_gives_on_the_cpu(name: str, ranks: int) -> None:
     action, arguments = ACTIONS[name]
     want = worlds.run_on("cpu", ranks, action, **arguments)

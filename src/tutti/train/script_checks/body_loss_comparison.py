@@ -228,9 +228,9 @@ class BodyLossComparison:
 
 
 def _is_from_numpy(tensor: Tensor) -> bool:
-    """Return whether a tensor may have the memory of a NumPy array, which PyTorch cannot resize."""
+    """Return whether a tensor may have the memory of a NumPy array, which PyTorch cannot resize, nor pinned memory."""
     on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
-    return on_host and not tensor.untyped_storage().resizable()
+    return on_host and not (tensor.untyped_storage().resizable() or tensor.is_pinned())
 
 
 def _shapes(tensors: Sequence[Any]) -> Iterator[tuple[int, ...]]:
