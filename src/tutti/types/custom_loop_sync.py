@@ -46,9 +46,10 @@ class CustomLoopSync(GradientSync, Protocol):
     def begin_custom_loop(self) -> None:
         """Switch to custom training loops: make complete gradients visible in ``.grad`` from now on.
 
-        A custom training loop is the script's own loop with forward, backward and update. Called on every rank once,
-        before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
-        other strategies send nothing. Complete gradients are those of the mean loss over the global batch. Where this
+        A custom training loop is the script's own loop with forward, backward and update. Called on every rank before
+        the first step of each such loop, and again where a loop in the body of another one has ended. The first call is
+        collective under ``central_storage`` alone, whose data ranks allocate shared memory; other strategies and later
+        calls send nothing. Complete gradients are those of the mean loss over the global batch. Where this
         rank has only a part of such a gradient, or none, as with parameter servers, ``add_gradients`` puts a
         placeholder into ``.grad``: a tensor with which the script computes as with the whole gradient.
 
@@ -64,13 +65,14 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
+        """Leave the custom loop: have the next step refuse values that the script then writes into module buffers.
 
-        Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. Each
-        logical worker, a fixed share of the global batch, has its own copy of buffers such as batch-norm statistics;
-        the rule holds on a rank that computes several workers. Within the loop such a write goes to the copy of the
-        rank's last worker; after this call it raises UsageError in the next step. Resets to zeros (ones for a
-        variance), and writes to buffers that no forward writes, still go to the copies of all workers. Not collective.
+        Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. On a rank
+        that computes several logical workers (fixed shares of the global batch), each has its own copy of buffers such
+        as batch-norm statistics. Until the next ``begin_custom_loop``, a script's write to a buffer that forwards
+        write, too, raises UsageError in the next step; within the loop the copy of the rank's last worker took it.
+        Resets to zeros (ones for a variance), and writes to buffers that no forward writes, still go to the copies of
+        all workers. Not collective.
         """
 
     def named_trained(self) -> NamedParameters:

@@ -546,13 +546,14 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Refuse, until the next ``begin_custom_loop``, most writes of the script to buffers that forwards write too.
+        """Leave the custom loop: have the next step refuse values that the script then writes into module buffers.
 
-        Called after each epoch of the script's own loop. Each logical worker, a fixed share of the global batch, has
-        its own copy of buffers such as batch-norm statistics; the rule holds on a rank that computes several workers.
-        Within the loop such a write goes to the copy of the rank's last worker; after this call it raises UsageError in
-        the next step. Resets to zeros (ones for a variance), and writes to buffers that no forward writes, still go to
-        the copies of all workers. Not collective.
+        Called after each epoch of the script's own loop, also after a ``break``. On a rank that computes several
+        logical workers (fixed shares of the global batch), each has its own copy of buffers such as batch-norm
+        statistics. Until the next ``begin_custom_loop``, a script's write to a buffer that forwards write, too, raises
+        UsageError in the next step; within the loop the copy of the rank's last worker took it. Resets to zeros (ones
+        for a variance), and writes to buffers that no forward writes, still go to the copies of all workers. Not
+        collective.
         """
         self._buffers.leave_custom_loop()
 
