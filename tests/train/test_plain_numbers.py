@@ -18,7 +18,7 @@ import tutti
 from tests import worlds
 from tests.covering import in_turn
 from tests.scripts.oracle import global_batches
-from tests.train.test_kept_values import Arrays, Loss, dataset
+from tests.train.test_cross_step_watch import Arrays, Loss, dataset
 from tutti.errors import TuttiError
 
 

@@ -125,14 +125,14 @@ def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form:
         # Split parameters are of another shape where the script computes with their data or sets elements.
         slices = ["of which each tensor rank has a slice"] if kind in ("assigned", "set") else []
         refused = "moved (step 1", *slices
-        assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
+        assert any(words in said for words in refused) and "test_in_place_updates.py:" in said, said
     worlds.forget(size)
 
 
 @pytest.mark.parametrize(("kind", "form"), in_turn(MOVING, ["before", "after", "step"]))
 def test_what_each_micro_batch_of_a_worker_moves_is_refused(kind: str, form: str) -> None:
     [said] = worlds.run(1, train, strategy="single", kind=kind, form=form, workers=1, micro_batch=4)
-    assert "moved (step 1" in said and "test_moved_values.py:" in said, said
+    assert "moved (step 1" in said and "test_in_place_updates.py:" in said, said
 
 
 @pytest.mark.parametrize("kind", [*MOVING, *STAYING])
@@ -147,7 +147,7 @@ def test_what_is_moved_once_a_step_is_right_with_several_micro_batches(kind: str
 @pytest.mark.parametrize("kind", MOVING)
 def test_what_a_loss_function_moves_is_refused(kind: str) -> None:
     for said in worlds.run(2, train, strategy="mirrored", kind=kind, form="step", workers=4):
-        assert "test_moved_values.py:" in said and "micro-batch" in said
+        assert "test_in_place_updates.py:" in said and "micro-batch" in said
 
 
 @pytest.mark.parametrize("kind", STAYING)

@@ -378,7 +378,7 @@ def test_what_each_rank_keeps_of_its_own_samples_is_refused_before_the_loss_depe
     for found in worlds.run(ranks, train, strategy="mirrored", kind=kind, form=form):
         assert isinstance(found, tuple), found
         said, updates = found
-        assert SAID[kind == "learned weights"] in said and "test_kept_values.py:" in said, said
+        assert SAID[kind == "learned weights"] in said and "test_cross_step_watch.py:" in said, said
         # A queue, memory or mean is the same on every rank in the first step.
         assert updates <= 1
 

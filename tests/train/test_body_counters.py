@@ -206,7 +206,7 @@ def test_what_each_body_moves_is_refused_before_the_first_one_that_is_wrong(how:
     for said, updates in worlds.run(1 if strategy == "single" else 2, trained, strategy=strategy, how=how, workers=4):
         # Before the first update the average of the weights is the weights.
         assert updates == how.startswith("averaged") and "has moved" in said and "run.global_step" in said, said
-        assert "test_body_trace.py:" in said or "PeerError" in said, said
+        assert "test_body_counters.py:" in said or "PeerError" in said, said
     worlds.forget(2)
 
 
@@ -268,7 +268,7 @@ def counted(how: str, strategy: str, workers: int) -> Any:
 def test_an_average_in_every_second_of_several_bodies_is_refused(how: str) -> None:
     for ranks, strategy in ((1, "single"), (2, "mirrored")):
         for said, updates in worlds.run(ranks, counted, how=how, strategy=strategy, workers=4):
-            assert "in every n-th of its bodies" in said and "test_body_trace.py:" in said and updates == 0, said
+            assert "in every n-th of its bodies" in said and "test_body_counters.py:" in said and updates == 0, said
     want = worlds.alone(counted, how=how, strategy="single", workers=1)
     assert isinstance(want, dict), want
 
@@ -437,7 +437,7 @@ def test_a_loss_by_a_count_of_bodies_is_found_before_it_differs(how: str) -> Non
     found = list[str]()
     counting(how, found)
     assert len(found) == 2 and all(bool(each) == (how in COUNTED) for each in found), found
-    assert all("test_body_trace.py:" in each for each in found if each)
+    assert all("test_body_counters.py:" in each for each in found if each)
 
 
 def test_an_average_after_every_second_update_is_right() -> None:

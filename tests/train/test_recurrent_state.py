@@ -114,7 +114,7 @@ def test_a_state_stays_with_its_worker() -> None:
 
 @pytest.mark.parametrize("kind", [Recurrent, Attribute])
 def test_a_state_that_passes_between_workers_is_refused(kind: Callable[[], nn.Module]) -> None:
-    with pytest.raises(UsageError, match=r"step 1, .*test_carried_state.py:\d+.*buffer"):
+    with pytest.raises(UsageError, match=r"step 1, .*test_recurrent_state.py:\d+.*buffer"):
         moved(2, kind)
 
 
