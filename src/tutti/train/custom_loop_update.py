@@ -200,6 +200,7 @@ class CustomLoopUpdate:
 
         Raises:
             UsageError: with parameter servers no gradient was computed since the last update.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         run, sync = self._run, self._sync
         pending, self._gradients.pending = self._gradients.pending, []

@@ -408,7 +408,7 @@ class SplitReads(EditWatch):
         return whole
 
     def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:
-        """Return an object that gathers a whole tensor from the ranks' slices, cut as those of a parameter are.
+        """Return an object that gathers a whole tensor from the ranks' slices, which are cut like a parameter.
 
         Such tensors are the parameter itself, its gradient or optimizer state of its shape. The result's ``gather`` is
         collective over the tensor ranks; its ``mine`` cuts a whole tensor to this rank's slice, and is not, nor is this

@@ -121,7 +121,10 @@ def mark_local(part: Tensor, sections: tuple[int, ...] = ()) -> None:
 
 
 def local_sections(tensor: object) -> tuple[int, ...] | None:
-    """Return the sections that ``mark_local`` has recorded on a tensor, or None for a tensor without the mark.
+    """Return the sizes of a slice's sections that ``mark_local`` has recorded, or None for a tensor without the mark.
+
+    Sections are the parts of the whole tensor's last dimension that are split alike, such as queries, keys and values;
+    the tuple is empty for a single part.
 
     Args:
         tensor: any object.
