@@ -187,7 +187,7 @@ FORWARDS: list[Any] = [
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "local_sgd")),
     ("central_storage", AGAIN | COMPILED, (TOLERANCE,)),
     ("sharded", AGAIN, (TOLERANCE,)),
-    *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("sharded", "sharded, stage 1")),
+    ("sharded", COMPILED, (TOLERANCE,)),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
     *((f"pipeline {schedule}", AGAIN, (TOLERANCE, 0)) for schedule in ("interleaved", "zero_bubble")),
     ("pipeline 1f1b", AGAIN | COMPILED, (TOLERANCE,)),
@@ -200,6 +200,7 @@ FORWARDS: list[Any] = [
             ("model_parallel", AGAIN, (TOLERANCE, 0)),
             ("model_parallel", COMPILED, (TOLERANCE,)),
             ("sharded, stage 1", AGAIN, (TOLERANCE,)),
+            ("sharded, stage 1", COMPILED, (TOLERANCE,)),
         )
     ),
 ]
