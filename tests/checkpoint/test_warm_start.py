@@ -125,7 +125,7 @@ def test_any_source_is_what_loading_first_is(saved: Path, name: str, devices: in
         assert len({start, end, average}) == 3
     if strategy != "local_sgd:period=2":
         # One model, whatever the devices.
-        assert answers[0][0] == worlds.run(1, loaded, name=name, folder=str(saved / name), strategy="single")[0][0]
+        assert answers[0][0] == worlds.alone(loaded, name=name, folder=str(saved / name), strategy="single")[0]
 
 
 def told(name: str, path: str, strategy: str = "mirrored", **model: Any) -> str:

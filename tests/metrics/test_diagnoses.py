@@ -517,14 +517,16 @@ def test_the_statistics_of_one_worker(ranks: int, what: Any) -> None:
     assert names(ranks, partial(normalised, what, False)) == ["one-rank-statistics"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_statistics_that_are_everybodys_are_nobodys_alone(ranks: int) -> None:
-    for own in (True, False):
-        assert names(ranks, partial(normalised, proper, own)) == []
-        assert names(ranks, partial(normalised, copied, own)) == []
-        assert names(ranks, partial(normalised, again, own)) == []
-        assert names(ranks, partial(normalised, alone, own, norm=False)) == []
-        assert names(ranks, partial(normalised, alone, own, frozen=True)) == []
+@pytest.mark.parametrize(("ranks", "own"), in_turn([3, 1], [True, False]))
+def test_statistics_that_are_everybodys_are_nobodys_alone(ranks: int, own: bool) -> None:
+    assert names(ranks, partial(normalised, proper, own)) == []
+    assert names(ranks, partial(normalised, copied, own)) == []
+    assert names(ranks, partial(normalised, again, own)) == []
+    assert names(ranks, partial(normalised, alone, own, norm=False)) == []
+    assert names(ranks, partial(normalised, alone, own, frozen=True)) == []
+
+
+def test_statistics_of_a_lone_worker_are_everybodys() -> None:
     assert names(1, partial(normalised, alone, True, workers=1)) == []
 
 

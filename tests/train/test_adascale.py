@@ -194,11 +194,11 @@ def resumed(strategy: str, folder: str, **options: Any) -> Any:
 
 def test_the_same_bits_on_any_devices_and_resumed_on_others(tmp_path: Path) -> None:
     [want] = worlds.run(1, whole, strategy="single", folder=None)
-    for devices, strategy in PLACES:
+    for number, (devices, strategy) in enumerate(PLACES):
         folder = str(tmp_path / f"{strategy[:4]}{devices}")
         assert worlds.run(devices, whole, strategy=strategy, folder=folder) == [want] * devices
-        for others, other in ((1, "single"), (3, "mirrored")):
-            assert worlds.run(others, resumed, strategy=other, folder=folder) == [want] * others
+        others, other = ((1, "single"), (3, "mirrored"))[number % 2]
+        assert worlds.run(others, resumed, strategy=other, folder=folder) == [want] * others
     for said in worlds.run(2, resumed, strategy="mirrored", folder=folder, lr_scale="none"):
         assert "the checkpoint was made with lr_scale='adascale'" in said
     worlds.run(1, whole, strategy="single", folder=str(tmp_path / "plain"), lr_scale="none")

@@ -406,6 +406,7 @@ LOOPS = [
     ("mirrored", 3, True, {"reproducible": True}),
     ("sharded:stage=1", 2, True, {}),
     ("sharded:stage=3", 3, False, {}),
+    # Of four ranks, as in CASES.
     pytest.param("hybrid:shards=2,stage=3,tensor=2,least=1", 4, False, {}, marks=pytest.mark.full),
     ("central_storage", 3, True, {}),
     ("tensor:least=1", 2, True, {}),
