@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.faults.commands import starting, write_task
 
-STEPS, EVERY, WORKERS = 60, 10, 5
+STEPS, EVERY, WORKERS = 40, 10, 5
 TASK = """
 import json, threading
 from tutti.train.run import Run
