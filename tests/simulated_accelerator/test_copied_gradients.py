@@ -132,7 +132,9 @@ def tied_bits(strategy: str) -> dict[str, list[str]]:
         }
 
 
-@pytest.mark.parametrize("strategy", ["hybrid:stages=2", "hybrid:stages=2,shards=1,stage=1"])
+@pytest.mark.parametrize(
+    "strategy", ["hybrid:stages=2", pytest.param("hybrid:stages=2,shards=1,stage=1", marks=pytest.mark.full)]
+)
 def test_stages_have_the_same_tied_weights(strategy: str) -> None:
     first, *others = worlds.run_on(DEVICE, 8, tied_bits, strategy=strategy)
     assert first and all(found == first for found in others)
