@@ -19,15 +19,15 @@ def summary(folder: Path, run: str) -> dict[str, Any]:
     return found
 
 
-def test_the_same_step_on_one_two_and_three_devices(tmp_path: Path) -> None:
+def test_the_same_step_on_one_and_three_devices(tmp_path: Path) -> None:
     found = []
-    for devices in ("1", "2", "3"):
+    for devices in ("1", "3"):
         result = tutti(tmp_path, *DIGITS, "--until", "accuracy=0.4", "--devices", devices, "--out", devices)
         assert result.code == 0, result.err
         assert "ends early at" in result.err and "accuracy >= 0.4 at step" in result.out
         found.append(summary(tmp_path, devices))
     targets = [{k: v for k, v in run["target"].items() if "seconds" not in k} for run in found]
-    assert targets[0] == targets[1] == targets[2] and targets[0]["reached"]
+    assert targets[0] == targets[1] and targets[0]["reached"]
     assert targets[0]["steps"] == found[0]["steps"] < 72 and found[0]["eval"]["accuracy"] >= 0.4
     assert len({run["weights_sha256"] for run in found}) == 1
     evaluations = [

@@ -233,19 +233,25 @@ def masks(strategy: str, workers: int) -> list[tuple[int, str, bool, list[float]
     return list(SEEN)
 
 
-@pytest.mark.parametrize("workers", [4, 5])
-def test_masks_depend_neither_on_rank_nor_on_stage(workers: int) -> None:
+PLACES = [
+    *((3, "mirrored"), (4, "mirrored")),
+    *((3, "model_parallel"), (4, "model_parallel"), (4, "model_parallel:stages=2")),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "places"),
+    [
+        *((4, PLACES[::2]), (5, PLACES[1::2])),
+        *(pytest.param(workers, PLACES, marks=pytest.mark.full) for workers in (4, 5)),
+    ],
+)
+def test_masks_depend_neither_on_rank_nor_on_stage(workers: int, places: list[tuple[int, str]]) -> None:
     [want] = worlds.run(1, masks, strategy="single", workers=workers)
     train = [entry for entry in want if entry[2]]
     assert len({tuple(x != 0 for x in row) for _, _, _, row in train}) > 8, "the masks should differ"
     assert all(0.0 not in row for _, _, training, row in want if not training)
-    for devices, strategy in [
-        (3, "mirrored"),
-        (4, "mirrored"),
-        (3, "model_parallel"),
-        (4, "model_parallel"),
-        (4, "model_parallel:stages=2"),
-    ]:
+    for devices, strategy in places:
         parts = worlds.run(devices, masks, strategy=strategy, workers=workers)
         assert sorted(entry for part in parts for entry in part) == sorted(want), (devices, strategy)
 
