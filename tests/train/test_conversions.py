@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tests.covering import in_turn
+from tests.covering import in_turn, thinned
 from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)))
@@ -74,7 +74,7 @@ PARTS = ["sharded", "tensor:least=1", "pipeline"]
 WHOLE = ["mirrored", "sharded:stage=1", "central_storage", "parameter_server"]
 
 
-@pytest.mark.parametrize("strategy", [*PARTS, *WHOLE])
+@pytest.mark.parametrize("strategy", thinned([*PARTS, *WHOLE], 2))
 def test_a_conversion_that_changes_nothing_passes(strategy: str) -> None:
     assert worlds.run(2, trained, strategy=strategy, convert=same) == [(4, "")] * 2
 

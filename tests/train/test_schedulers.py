@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import (
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import TuttiError, UsageError
 from tutti.train.schedulers import Schedulers
 
@@ -99,11 +100,10 @@ def rates(
     return found
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_rates_are_those_of_plain_pytorch(kind: str) -> None:
-    want = plain(kind)
-    for devices, custom in ((1, False), (2, True), (3, False)):
-        assert worlds.run(devices, rates, kind=kind, custom=custom, workers=3) == [want] * devices
+@pytest.mark.parametrize(("kind", "place"), in_turn(list(MAKE), [(2, True), (3, False), (1, False)]))
+def test_rates_are_those_of_plain_pytorch(kind: str, place: tuple[int, bool]) -> None:
+    devices, custom = place
+    assert worlds.run(devices, rates, kind=kind, custom=custom, workers=3) == [plain(kind)] * devices
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "local_sgd:period=2", "parameter_server"])

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import thinned
 from tutti.errors import TuttiError
 from tutti.nn.script_edits import EditWatch
 from tutti.torch_compat import traced_function_modes
@@ -150,7 +151,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "edit"), GRADIENTS)
+@pytest.mark.parametrize(("strategy", "edit"), thinned(GRADIENTS, 2))
 def test_other_numbers_on_each_rank_are_refused_before_the_first_update(strategy: str, edit: Edit) -> None:
     for kind, done, said in worlds.run(2, trained, strategy=strategy, gradients=edit, unlike=True):
         assert (kind, done) == ("UsageError", 0)
@@ -158,7 +159,7 @@ def test_other_numbers_on_each_rank_are_refused_before_the_first_update(strategy
         assert "test_script_edits.py:" in said and "the same everywhere" in said and "#" not in said
 
 
-@pytest.mark.parametrize(("strategy", "edit"), GRADIENTS)
+@pytest.mark.parametrize(("strategy", "edit"), thinned(GRADIENTS, 2, turn=1))
 def test_the_same_numbers_on_each_rank_give_what_one_device_gives(strategy: str, edit: Edit) -> None:
     want = trained("plain", gradients=edit)
     for state in worlds.run(2, trained, strategy=strategy, gradients=edit):
