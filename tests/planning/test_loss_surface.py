@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests import worlds
+from tests.covering import in_turn
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.rank_mesh import RankMesh
 from tutti.data.adapt import TensorSource
@@ -97,12 +98,10 @@ def test_gradient_and_hessian_are_those_of_the_mean_over_all_samples() -> None:
     assert found["back"] == found["loss"] != found["moved"]
 
 
-@pytest.mark.parametrize("batch_statistics", [False, True])
-def test_results_are_bit_identical_on_one_two_and_three_ranks(batch_statistics: bool) -> None:
-    alone, two, three = (
-        worlds.run(size, products_on_a_rank, batch_statistics=batch_statistics)[0] for size in (1, 2, 3)
-    )
-    assert alone == two == three
+@pytest.mark.parametrize(("batch_statistics", "ranks"), in_turn([False, True], [2, 3]))
+def test_results_are_bit_identical_on_any_number_of_ranks(batch_statistics: bool, ranks: int) -> None:
+    alone, several = (worlds.run(size, products_on_a_rank, batch_statistics=batch_statistics)[0] for size in (1, ranks))
+    assert alone == several
 
 
 def batch_statistics_on_a_rank() -> dict[str, Any]:

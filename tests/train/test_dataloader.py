@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Weig
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import TuttiError
 
 COUNT, BATCH = 22, 6
@@ -195,14 +196,16 @@ def test_one_worker_computes_what_plain_pytorch_computes(kind: str) -> None:
         close(got, want)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "weighted", "packed", "buckets", "stream", "processes", "divided"])
-def test_any_number_of_devices_computes_the_same(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    in_turn(["shuffled", "weighted", "packed", "buckets", "stream", "processes", "divided"], [(2, True), (3, False)]),
+)
+def test_any_number_of_devices_computes_the_same(kind: str, place: tuple[int, bool]) -> None:
     """With three logical workers and micro-batches of one sample, collated one by one."""
     options = {"workers": 3, "micro_batch": 1} if kind == "buckets" else {"workers": 3}
-    [want] = worlds.run(1, trained, kind=kind, **options)
-    for devices, custom in ((2, True), (3, False)):
-        for got in worlds.run(devices, trained, kind=kind, custom=custom, **options):
-            close(got, want)
+    [want], (devices, custom) = worlds.run(1, trained, kind=kind, **options), place
+    for got in worlds.run(devices, trained, kind=kind, custom=custom, **options):
+        close(got, want)
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "central_storage", "tensor:least=1"])
