@@ -141,6 +141,11 @@ class Muon(Optimizer):
         fused = all(p.is_floating_point() and has_fused_optimizers(p.device) for p in params)
         [own] = self._adamw.param_groups
         own.update({key: group[key] for key in _ADAM}, params=params, fused=fused)
+        for param in params:
+            # A group does not say whether kernels are fused: what loads its state leaves the counters on the CPU.
+            place, step = param.device if fused else torch.device("cpu"), self.state[param].get("step")
+            if step is not None and step.device != place:
+                self.state[param]["step"] = step.to(place)
         self._adamw.state = self.state
         self._adamw.step()
 
