@@ -36,6 +36,8 @@ def pytest_runtestloop() -> None:
     """Let garbage collections look at what tests make alone, not at all that was collected."""
     # What is garbage by now is small, and to look for it among all that was collected takes half a second.
     gc.freeze()
+    # As in the ranks of worlds.py: with little else alive Python would look for garbage all the time.
+    gc.set_threshold(20_000, 50, 100)
     gc.enable()
 
 
