@@ -18,7 +18,7 @@ samples. The mode does not see values that pass through plain Python: ``worker_t
 ``loader_watch``. A custom loop (``tutti.train.custom_loop``) adds ``gradient_origin``, ``skipped_bodies`` and, where a
 rank runs the loop's body for several micro-batches, ``recurrent_state``, ``body_comparison``, ``second_updates``,
 ``body_counters`` and ``body_loss_comparison``. ``tutti.prepare`` and the run use ``hook_watch``, ``other_optimizers``,
-``trainability`` and ``mistake_checks``, which asks ``sample_mixing`` and ``target_mixing`` whether a loss is a mean
-over samples, ``sample_places`` whether it takes samples by their places, and ``inner_gradients`` whether it depends on
-gradients of the micro-batch's own; the last three compute the loss again from a record of its calls (``loss_calls``).
+``trainability`` and ``mistake_checks``, which asks ``sample_mixing`` whether a loss is a mean over samples, and
+``sample_places`` whether it takes samples by their places; both compute the loss again from a record of its calls
+(``loss_calls``).
 """

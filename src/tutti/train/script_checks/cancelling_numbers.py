@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.data.global_generators import own_generators
-from tutti.parallel.ddp.loss_output import read_loss
 from tutti.train.script_checks.loss_calls import LossCalls, alike
-from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
 
 _MOVES = (1.0, -1.0, 0.37, -0.61)
 """By how much a number is moved, as multiples of its size, or of 1 where it is smaller (a guess)."""
@@ -38,16 +36,13 @@ def lines_of_cancelling(record: LossCalls, loss: Any) -> frozenset[str]:
         number that was computed after a read of the samples' values.
     """
     numbers = record.numbers
-    if not numbers or len(numbers) > _MOST or not record.computes(loss) or not record.outputs:
-        return frozenset()
-    if sum(output.numel() for output in record.outputs.values()) > MOST_ELEMENTS:
+    if not numbers or len(numbers) > _MOST or not record.can_repeat(loss):
         return frozenset()
     lines, kept = {line for each in numbers.values() for line in each.lines}, set(record.lines_of_others)
     with suppress(Exception), own_generators():
-        value, found = record.gradients(loss, record.batch_of(None), record.outputs)
-        told, whole = read_loss(loss, record.micro_batch)[0], torch.cat(found, 1)
-        if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False):
+        if (again := record.computed_again(loss)) is None:
             return frozenset()
+        value, whole = again
         for key, number in numbers.items():
             cancels = all(alike(whole, other) for other in _moved(record, loss, key, float(number.value)))
             if not cancels or not _has_part(record, loss, key, value, whole):

@@ -27,6 +27,8 @@ from tutti.train.script_checks.storage_records import TensorSet
 from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import MicroBatch
 
+MOST_ELEMENTS = 1_000_000
+"""Largest number of elements of the model's outputs; they are computed with a few times more."""
 _CALLS = 2_000
 """Largest number of calls between the model and the loss that are computed again."""
 _CONSTANTS = 64
@@ -137,7 +139,7 @@ class _UnknownNumber(Exception):
 class LossCalls(TorchFunctionMode):
     """Records what a loss function, or the body of a custom loop, computes from its batch and the model's outputs.
 
-    The loss can then be computed again from other samples and outputs, as ``target_mixing`` and ``sample_places`` do.
+    The loss can then be computed again from other samples and outputs, as ``mixed_data`` and ``check_places`` do.
     The record changes nothing: calls that write to tensors of the script, or draw random numbers, end it, and it is
     empty from then on. Not collective. Call ``close`` at the end of the loss function or loop body.
 
@@ -414,6 +416,30 @@ class LossCalls(TorchFunctionMode):
         """
         first = next(iter(tree_leaves(loss)), None)
         return bool(self._calls) and id(first) in self._known and draws_marker() == self._drawn
+
+    def can_repeat(self, loss: Any) -> bool:
+        """Return whether ``computed_again`` can compute a loss from the model's outputs, which are not too large.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+        """
+        size = sum(output.numel() for output in self.outputs.values())
+        return 0 < size <= MOST_ELEMENTS and self.computes(loss)
+
+    def computed_again(self, loss: Any) -> tuple[Tensor, Tensor] | None:
+        """Return a loss, and the gradients of the model's outputs, computed again from the same batch and outputs.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+
+        Returns:
+            The loss (), and a tensor (samples, elements of all outputs) of gradients. None if the loss is another one
+            than before, as where it depends on values that the record does not have.
+        """
+        value, found = self.gradients(loss, self.batch_of(None), self.outputs)
+        before = read_loss(loss, self.micro_batch)[0].detach()
+        same = torch.allclose(value, before, rtol=1e-6, equal_nan=False)
+        return (value, torch.cat(found, 1)) if same else None
 
     def batch_of(self, row: int | None) -> dict[int, Tensor]:
         """Return copies of the batch's tensors by id; with ``row`` all samples equal that one."""

@@ -36,9 +36,8 @@ from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.loss_calls import LossCalls
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
-from tutti.train.script_checks.sample_mixing import MixingProbe
+from tutti.train.script_checks.sample_mixing import MixingProbe, mixed_data
 from tutti.train.script_checks.sample_places import check_places
-from tutti.train.script_checks.target_mixing import mixed_data
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:

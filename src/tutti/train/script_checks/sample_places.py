@@ -15,9 +15,8 @@ from tutti.data.global_generators import own_generators
 from tutti.errors import UsageError, counted, script_line
 from tutti.parallel.ddp.output_graph import nodes_below
 from tutti.torch_compat import divisor_of_node
-from tutti.train.script_checks.loss_calls import LossCalls, Places, RecordedCall, alike
+from tutti.train.script_checks.loss_calls import MOST_ELEMENTS, LossCalls, Places, RecordedCall, alike
 from tutti.train.script_checks.loss_watch import leaves_of_call
-from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
 
 _NODES = 4096
 """Most autograd nodes of a loss in which the model's outputs are looked for (a guess)."""
