@@ -109,24 +109,22 @@ class BodyComparison:
             self.second_updates.begin_body()
             if self._first is None:
                 if not self._batches and (line := counting_loop()):
-                    raise UsageError(
-                        "the loop takes a number of micro-batches, with several micro-batches a rank",
-                        where=line,
+                    self._refuse(
+                        "the loop takes a number of micro-batches",
+                        line,
                         why="this rank has several for each global batch, so that the loop would make fewer updates"
                         " than on more devices",
                         remedy="loop over run.microbatches(epoch), or while run.global_step is below the number of"
-                        f" updates; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
-                        " micro_batch",
+                        " updates",
                     )
                 if self._compares_values() and (line := counted_loss(self._shares_generators())):
-                    raise UsageError(
-                        "the loop computes a different loss in every n-th body, with several micro-batches a rank",
-                        where=line,
+                    self._refuse(
+                        "the loop computes a different loss in every n-th body",
+                        line,
                         why="this rank runs the body several times a global batch, so that on another number of devices"
                         " another part of the samples would get that loss",
                         remedy="count global batches (run.global_step), not bodies; draw by the global generators, or"
-                        " seed your own by run.global_step in each body; or take as many workers as data ranks"
-                        f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                        " seed your own by run.global_step in each body",
                     )
                 own = self._run.shared_settings.schedulers() if self._compares_values() else []
                 self._schedulers = [(each, _steps_of(each)) for each in own]
@@ -151,9 +149,8 @@ class BodyComparison:
         self._check_writes()
         self._check_schedulers()
         if not self._final and self._hooks_at_forward not in (None, self._gradient_hooks()):
-            raise UsageError(
-                "the loop's body registers a hook on a gradient after its forward, with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}",
+            self._refuse(
+                "the loop's body registers a hook on a gradient after its forward",
                 why="the hook would act on the later micro-batches of this global batch and not on the first",
                 remedy="register it before the loop, or where run.stepped is true",
             )
@@ -217,12 +214,11 @@ class BodyComparison:
         if self._passes_over and self._looked < _LOOKS:
             self._looked += 1
             if line := counting_condition():
-                raise UsageError(
-                    "the loop updates in every n-th of its bodies, with several micro-batches a rank",
-                    where=f"step {self._run.global_step + 1}, {line}",
+                self._refuse(
+                    "the loop updates in every n-th of its bodies",
+                    line,
                     why="ranks run the body several times a global batch, not all of them equally often",
-                    remedy="count global batches (run.global_step), not runs of the body; or take as many workers as"
-                    f" data ranks ({self._run.context.mesh.data_ranks})",
+                    remedy="count global batches (run.global_step), not runs of the body",
                 )
 
     def check_scaler(self) -> None:
@@ -261,9 +257,9 @@ class BodyComparison:
         before = self._settings.setdefault(place, now)
         if before != now:
             first, later = self._run.shared_settings.differences(before, now)
-            raise UsageError(
-                "the loop's body changes the optimizer's settings, with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}, {script_line()}",
+            self._refuse(
+                "the loop's body changes the optimizer's settings",
+                script_line(),
                 why=f"this rank runs the body several times a global batch: {first} in the first, {later} now",
                 remedy="write 'if run.stepped:' around the change, such as scheduler.step(), compute it from"
                 " run.global_step, or give tutti.prepare the scheduler (scheduler=)",
@@ -279,14 +275,12 @@ class BodyComparison:
         if before is None or now == before:
             self._steady = self._steady or before is not None
         elif self._steady and (line := setting_condition(self._run.updates)):
-            raise UsageError(
-                "the loop changes learning rates, or freezes parameters, by a count of its bodies, with several"
-                " micro-batches a rank",
-                where=f"step {self._run.global_step + 1}, {line}",
+            self._refuse(
+                "the loop changes learning rates, or freezes parameters, by a count of its bodies",
+                line,
                 why="this rank runs the body several times a global batch, so that the change comes too early, and at"
                 " another step on another number of devices",
-                remedy="count global batches (run.global_step), not bodies, under 'if run.stepped:'; or take as many"
-                f" workers as data ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                remedy="count global batches (run.global_step), not bodies, under 'if run.stepped:'",
             )
 
     def _check_schedulers(self) -> None:
@@ -298,9 +292,9 @@ class BodyComparison:
         if self._first is None:
             self._schedulers = moved
         elif moved:
-            raise UsageError(
-                f"the loop's body steps a scheduler ({type(moved[0][0]).__name__}), with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}, {script_line()}",
+            self._refuse(
+                f"the loop's body steps a scheduler ({type(moved[0][0]).__name__})",
+                script_line(),
                 why="this rank runs the body several times a global batch, so that the rate would run ahead of the"
                 " training, and by another factor on another number of devices",
                 remedy="write scheduler.step() under 'if run.stepped:', or give tutti.prepare scheduler=",
@@ -322,14 +316,30 @@ class BodyComparison:
         found = self._edited.setdefault(len(self._events), set())
         found.add(edited)
         if len(found) > 1 and (line := edit_condition()):
-            raise UsageError(
-                "the loop edits gradients in every n-th of its bodies, with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}, {line}",
+            self._refuse(
+                "the loop edits gradients in every n-th of its bodies",
+                line,
                 why="this rank runs the body several times a global batch, and edits in its last body alone act on the"
                 " update",
-                remedy="count global batches (run.global_step), not runs of the body; or take as many workers as data"
-                f" ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                remedy="count global batches (run.global_step), not runs of the body",
             )
+
+    def _refuse(self, what: str, line: str = "", *, why: str, remedy: str) -> NoReturn:
+        """Raise UsageError for what a body does that is right where each rank has one micro-batch a global batch.
+
+        Args:
+            what: what the loop or its body does.
+            line: the script's line, as ``FILE:LINE``; empty if it is not known.
+            why: why it is wrong with several.
+            remedy: the way out with several.
+        """
+        raise UsageError(
+            f"{what}, with several micro-batches a rank",
+            where=", ".join(filter(None, (f"step {self._run.global_step + 1}", line))),
+            why=why,
+            remedy=f"{remedy}; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
+            " micro_batch",
+        )
 
     def refuse_different(self) -> NoReturn:
         """Raise the error that the script's loop body did different things for the micro-batches of one global batch.
@@ -422,20 +432,16 @@ class BodyComparison:
             return
         versions, sums = self._values()
         if versions != self._written[0] or (sums != self._written[1] and self._written[1] is not None):
-            raise UsageError(
-                "the loop's body writes parameters, with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}",
+            self._refuse(
+                "the loop's body writes parameters",
                 why="micro-batches of one global batch must see the same parameters",
-                remedy="write them where run.stepped is true; or take as many workers as data ranks"
-                f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                remedy="write them where run.stepped is true",
             )
         if self._versions_of_states() != self._states:
-            raise UsageError(
-                "the loop's body writes the state of an optimizer, with several micro-batches a rank",
-                where=f"step {self._run.global_step + 1}",
+            self._refuse(
+                "the loop's body writes the state of an optimizer",
                 why="this rank runs the body several times a global batch, and would write it once for each",
-                remedy="write it where run.stepped is true; or take as many workers as data ranks"
-                f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                remedy="write it where run.stepped is true",
             )
 
 
