@@ -12,14 +12,14 @@ import linecache
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import dropwhile
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from tutti.python_compat import calling_frame
 from tutti.train.script_checks.loss_flow import LossFlow
-from tutti.train.script_checks.script_source import has_line, source_nodes, words_in
+from tutti.train.script_checks.script_source import calling_frames, has_line, source_nodes, words_in
 from tutti.train.script_checks.shared_settings import SETTINGS
 
 _METHOD = "microbatches"
@@ -95,7 +95,7 @@ def setting_condition(updates: int) -> str:
     Returns:
         The ``if`` or the call as ``FILE:LINE``; an empty text for none.
     """
-    for frame, loop in looping_frames():
+    for frame, loop in _looping_frames():
         file = frame.f_code.co_filename
         counters, names = _counters(loop, file), {**frame.f_globals, **frame.f_locals}
         for each in _conditions(loop):
@@ -199,10 +199,7 @@ def counting_loop() -> str:
     Returns:
         The loop as ``FILE:LINE``; an empty text for none.
     """
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "tutti":
-        frame = frame.f_back
-    while frame is not None:
+    for frame in dropwhile(_is_of_tutti, calling_frames()):
         file, line = frame.f_code.co_filename, frame.f_lineno
         is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
         if not is_generator or ("site-packages" not in file and not _yields_all(file, line)):
@@ -217,7 +214,6 @@ def counting_loop() -> str:
                 return f"{file}:{around[-1].lineno}" if _is_numbered(around[-1]) else ""
         if not is_generator:
             return ""
-        frame = frame.f_back
     return ""
 
 
@@ -236,22 +232,24 @@ def _is_numbered(loop: ast.For | ast.While) -> bool:
 
 def _running_loops() -> Iterator[tuple[str, int, ast.For]]:
     """Yield the loops over ``microbatches`` that are running, innermost first, with their files and present lines."""
-    for frame, loop in looping_frames():
+    for frame, loop in _looping_frames():
         yield frame.f_code.co_filename, frame.f_lineno, loop
 
 
-def looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
+def _looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
     """Yield the loops over ``microbatches`` that are running, innermost first, with their frames.
 
     Yields:
         A frame, and the syntax tree of the loop in its source.
     """
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None:
+    for frame in calling_frames():
         for loop in _loops(frame.f_code.co_filename):
             if has_line(loop, frame.f_lineno):
                 yield frame, loop
-        frame = frame.f_back
+
+
+def _is_of_tutti(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "tutti"
 
 
 def _conditions(loop: ast.For) -> Iterator[ast.If]:
@@ -272,13 +270,11 @@ def counted_loss(draws: bool) -> str:
     Returns:
         The ``backward`` as ``FILE:LINE``; an empty text for none.
     """
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None:
-        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
-        loop = None if package == "tutti" else _loop_to_backward(file, frame.f_lineno)
+    for frame in calling_frames():
+        file = frame.f_code.co_filename
+        loop = None if _is_of_tutti(frame) else _loop_to_backward(file, frame.f_lineno)
         if loop and (line := _counted_backward(loop, file, draws, _switched_off(loop, file, frame))):
             return f"{file}:{line}"
-        frame = frame.f_back
     return ""
 
 

@@ -22,7 +22,7 @@ from tutti.parallel.ddp.loss_output import read_loss
 from tutti.parallel.ddp.loss_shape import averages_samples
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
-from tutti.train.script_checks.script_variables import script_constants, script_values
+from tutti.train.script_checks.script_source import script_constants, script_values
 from tutti.train.script_checks.storage_records import TensorSet
 from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import MicroBatch

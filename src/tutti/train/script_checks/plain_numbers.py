@@ -19,7 +19,7 @@ from tutti.python_compat import LiveObjects
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumber
 from tutti.train.script_checks.loss_watch import reads_values
-from tutti.train.script_checks.script_variables import script_values
+from tutti.train.script_checks.script_source import script_values
 from tutti.types.micro_batch import MicroBatch
 
 _GENERATORS = LiveObjects[Any](random.Random, np.random.Generator, np.random.RandomState)

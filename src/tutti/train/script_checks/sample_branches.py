@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from types import FrameType
 from typing import TypeAlias
 
 from tutti.errors import is_script_file
 from tutti.nn.script_mode import is_function_mode
-from tutti.python_compat import calling_frame
 from tutti.train.script_checks.loss_flow import LossFlow
-from tutti.train.script_checks.script_source import has_line, parsed_source, source_nodes
+from tutti.train.script_checks.script_source import calling_frames, has_line, parsed_source, source_nodes
 
 _READS = frozenset(("item", "float", "int", "tolist", "numpy"))
 """Names of functions and methods that return the values of a tensor."""
@@ -31,15 +29,13 @@ def script_stack() -> Stack:
     Lines of the model's forward count, and those of a loop over ``run.microbatches`` with its callers.
     """
     found: list[tuple[str, int]] = []
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None:
+    for frame in calling_frames():
         file = frame.f_code.co_filename
         if is_script_file(file):
             # Code without a table of lines has none.
             found.append((file, frame.f_lineno or 0))
         elif found and str(frame.f_globals.get("__name__")).startswith("tutti.") and not is_function_mode(frame):
             break
-        frame = frame.f_back
     return tuple(found)
 
 

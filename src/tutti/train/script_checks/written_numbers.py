@@ -10,9 +10,8 @@ from functools import cache
 from types import FrameType
 from typing import TypeAlias
 
-from tutti.errors import is_script_file
-from tutti.python_compat import calling_frame, local_variables
-from tutti.train.script_checks.script_source import source_nodes
+from tutti.python_compat import local_variables
+from tutti.train.script_checks.script_source import script_frames, source_nodes
 
 _Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -38,9 +37,7 @@ def written_numbers() -> frozenset[float]:
     Returns:
         The numbers; none for code of installed packages, and where the source cannot be read.
     """
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None and not is_script_file(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = next(script_frames(), None)
     if frame is None or "site-packages" in frame.f_code.co_filename:
         return frozenset()
     file, place = frame.f_code.co_filename, list(frame.f_code.co_positions())[frame.f_lasti // 2]
