@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -134,3 +134,76 @@ def assigned_apart() -> str:
 def test_a_gradient_of_a_rank_of_its_own_beside_a_complete_one_is_refused() -> None:
     for said in worlds.run(2, assigned_apart):
         assert "the gradient" in said and "test_gradient_surgery.py" in said, said
+
+
+def by_one_vector(strategy: str, assigns: bool) -> Any:
+    """Halve the gradient as one vector of all parameters: the final state, or the number of updates and the refusal."""
+    model, optimizer = built()
+    run = tutti.prepare(model, optimizer, dataset(), strategy=strategy, batch_size=BATCH, seed=0)
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(sum(losses(model, batch)))
+            there = [p for p in model.parameters() if p.grad is not None]
+            vector = torch.cat([p.grad.flatten() for p in there if p.grad is not None]) / 2
+            for parameter, part in zip(there, vector.split([p.numel() for p in there]), strict=True):
+                if assigns or parameter.grad is None:
+                    parameter.grad = part.view(parameter.shape).clone()
+                else:
+                    parameter.grad.copy_(part.view(parameter.shape))
+            optimizer.step()
+    except UsageError as error:
+        return run.updates, str(error)
+    return arrays(run.state())
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "sharded:stage=2"), (3, "sharded")])
+def test_whole_gradients_are_written_into_shards_and_not_assigned(ranks: int, strategy: str) -> None:
+    [want] = worlds.run(1, by_one_vector, strategy="single", assigns=True)
+    for got in worlds.run(ranks, by_one_vector, strategy=strategy, assigns=False):
+        assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+    for updates, said in worlds.run(ranks, by_one_vector, strategy=strategy, assigns=True):
+        assert updates == 0 and "assigned a whole tensor to .grad" in said and "test_gradient_surgery.py" in said
+
+
+def weighted(each: Tensor) -> Tensor:
+    scores, kinds = torch.stack([each, -each], 1), (each > 0.5).long()
+    return nn.functional.cross_entropy(scores, kinds, weight=torch.tensor([1.5, 2.0]).double())
+
+
+DECLARED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "mean": (lambda each: each.mean(), ""),
+    "sum": (lambda each: each.sum(), "a sum over"),
+    "largest": (lambda each: each.topk(2).values.mean(), "topk"),
+    "weighted": (weighted, "a mean over"),
+}
+
+
+def declared(kinds: list[str]) -> list[str]:
+    """What is said of gradients by ``torch.autograd.grad`` that ``run.reduce_gradients`` declares to be of a mean."""
+    found = []
+    for kind in kinds:
+        model, optimizer = built()
+        run = tutti.prepare(model, optimizer, dataset(), workers=tutti.size(), batch_size=BATCH, seed=0)
+        try:
+            for batch in run.microbatches(0):
+                first, _ = model(batch[0])
+                error = (first - batch[1][:, :1]).square().mean(1)
+                loss = DECLARED[kind][0](error)
+                reached = [p for name, p in model.named_parameters() if not name.startswith("second")]
+                for parameter, gradient in zip(reached, torch.autograd.grad(loss, reached), strict=True):
+                    parameter.grad = gradient
+                run.reduce_gradients()
+                optimizer.step()
+            found.append("")
+        except UsageError as error:
+            found.append(f"{run.updates} updates: {error}")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_that_are_declared_to_be_of_a_mean_are_of_one(ranks: int) -> None:
+    for found in worlds.run(ranks, declared, kinds=list(DECLARED)):
+        assert found[0] == ""
+        for (_, what), said in list(zip(DECLARED.values(), found, strict=True))[1:]:
+            assert "0 updates" in said and what in said and "test_gradient_surgery.py" in said, said

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm.stall import TellFailures
@@ -446,6 +447,22 @@ class CustomLoop:
         if not self._bodies.several:
             self._bodies.check_scaler()
         return self._origin.plain_backward(roots, self._state.micro_batch)
+
+    def plain_gradients(self, loss: Tensor) -> AbstractContextManager[list[Tensor]]:
+        """Return a context manager for a call of ``torch.autograd.grad``, to mark gradients of unfit losses.
+
+        If the script assigns a marked gradient to ``.grad``, ``run.reduce_gradients`` raises UsageError. Outside of a
+        loop's body nothing is done. Not collective.
+
+        Args:
+            loss: the number of which the script computes gradients of parameters.
+
+        Returns:
+            The context manager; it yields a list, to which the caller adds the gradients.
+        """
+        if self._state.micro_batch is None or not self._state.in_body:
+            return nullcontext([])
+        return self._origin.plain_gradients(loss, self._state.micro_batch)
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:

@@ -537,7 +537,7 @@ class CrossWorkerWatch(LossWatch):
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         drawn = kwargs.get("generator")
         origins |= self._goes_on(drawn)
-        result = func(*args, **kwargs)
+        result = self.called(func, args, kwargs)
         if isinstance(drawn, torch.Generator):
             self._drawn[id(drawn)] = drawn, self._here, drawn.get_state()
         self.note_result(name, args, result)

@@ -24,7 +24,7 @@ from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import is_mean_over_samples, loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
-from tutti.torch_compat import FunctionModesDisabled, local_tensor, tensor_version
+from tutti.torch_compat import FunctionModesDisabled, is_dtensor, local_tensor, tensor_version
 from tutti.train.script_checks.watched_calls import Root
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
@@ -65,6 +65,8 @@ class GradientOrigin:
         # for the loss whose backward runs. An error that has been raised would hold the script's frames.
         self._unfit: dict[nn.Parameter, tuple[Tensor, Callable[[], UsageError]]] = {}
         self._error: Callable[[], UsageError] | None = None
+        # Such gradients that ``torch.autograd.grad`` has returned.
+        self._unfit_made: list[tuple[ref[Tensor], Callable[[], UsageError]]] = []
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
         self._mixed: dict[nn.Parameter, str] = {}
         # Norms of the parts of complete gradients, where version counters tell of no edit.
@@ -168,6 +170,27 @@ class GradientOrigin:
         finally:
             self._error = None
 
+    @contextmanager
+    def plain_gradients(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[list[Tensor]]:
+        """Check, around a call of ``torch.autograd.grad``, that the loss is a mean over samples, as ``plain_backward``.
+
+        Gradients of another loss are marked: ``local`` raises UsageError where the script has assigned one to ``.grad``
+        and declares it by ``run.reduce_gradients`` to be of a mean over samples. Not collective.
+
+        Args:
+            loss: the number of which gradients are computed.
+            micro_batch: the micro-batch of the loop's body.
+
+        Yields:
+            A list, to which the caller adds the gradients.
+        """
+        where, made = f"step {self._run.global_step + 1}, {script_line()}", list[Tensor]()
+        is_part = bool(micro_batch.samples) and not micro_batch.whole
+        error = self._error_of(loss, micro_batch, where) if is_part else None
+        yield made
+        if error is not None:
+            self._unfit_made += [(ref(each), error) for each in made]
+
     def _error_of(self, loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
         """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples."""
         try:
@@ -227,6 +250,7 @@ class GradientOrigin:
         self._made.clear()
         self._left.clear()
         self._unfit.clear()
+        self._unfit_made.clear()
         if (edits := self._run.replica.edits) is not None:
             edits.forget(gradient for _, gradient in there)
 
@@ -302,6 +326,10 @@ class GradientOrigin:
         found = [p for p in members if p.grad is not None and self._is_local(p, means)]
         for parameter in found:
             gradient, made = parameter.grad, self._made.get(parameter)
+            if gradient is not None and made is None and means:
+                for each, error in self._unfit_made:
+                    if each() is gradient:
+                        raise error()
             if gradient is None or (made is None and means):
                 continue
             unfit = self._unfit.get(parameter)
@@ -368,11 +396,20 @@ class GradientOrigin:
         values are zero.
 
         Raises:
-            UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero.
+            UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero, or the script
+                has assigned a whole tensor.
         """
         there = [p for p in self.script_parameters() if p.grad is not None]
         if any(self._sync.pop_reached()) and there:
             self._refuse_mixed("the loop's body")
+        if any(is_dtensor(p) and not is_dtensor(p.grad) for p in there):
+            raise UsageError(
+                "the script assigned a whole tensor to .grad of a parameter of which each rank has a shard",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
+                why="the optimizer updates this rank's shard, from a gradient that is sharded alike",
+                remedy="write it into the gradient that is there (p.grad.copy_(tensor)), or take"
+                " strategy='sharded:stage=1' or 'mirrored'",
+            )
         for parameter in there:
             complete = self._complete.get(parameter)
             if not self.exchanged and (complete is None or complete[0]() is not parameter.grad):

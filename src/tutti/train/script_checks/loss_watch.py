@@ -25,6 +25,7 @@ from tutti.train.script_checks.batch_statistics import VALUES, BatchStatistics
 from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.train.script_checks.storage_records import memories_of
+from tutti.train.script_checks.watched_calls import number_of_gradients
 from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -159,6 +160,24 @@ class LossWatch(EnteredMode):
             self._reads_sizes = True
             if by_sample:
                 self.size_lines.append(script_line())
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of PyTorch, and mark gradients of parameters whose loss is no mean over samples.
+
+        Args:
+            func: the function.
+            args, kwargs: its arguments.
+
+        Returns:
+            What the function returns.
+        """
+        loss = number_of_gradients(func, args, kwargs)
+        if loss is None:
+            return func(*args, **kwargs)
+        with self._run.custom.plain_gradients(loss) as gradients:
+            result = func(*args, **kwargs)
+            gradients += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
 
     def note_result(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Record, after a call of PyTorch, the means and sums over samples that have no gradient (``BatchStatistics``).

@@ -79,6 +79,24 @@ def roots_of_backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [root for root in zip(args[0], gradients, strict=True) if isinstance(root[0], Tensor)]
 
 
+def number_of_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the number of which a call of ``torch.autograd.grad`` computes gradients of parameters.
+
+    Args:
+        func: the function of PyTorch that is called.
+        args: its positional arguments.
+        kwargs: its other arguments.
+
+    Returns:
+        The number; None for other calls, several numbers, or gradients that the script gives for it.
+    """
+    roots = tree_leaves(args[0]) if func is torch.autograd.grad and len(args) == 2 else []
+    is_number = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
+    if not is_number or kwargs.get("grad_outputs") is not None:
+        return None
+    return roots[0] if any(isinstance(each, nn.Parameter) for each in tree_leaves(args[1])) else None
+
+
 def backward_within(
     mode: TorchFunctionMode,
     loss: Tensor,
