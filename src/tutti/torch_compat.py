@@ -320,12 +320,11 @@ _more_uses = itertools.count()
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage: the tensor itself, its views, and Python's own objects.
+    """Return the number of references to a tensor's storage: the tensor, its views, and Python's storage objects.
 
     No public function tells whether a script keeps a view. Compare the number only with an earlier one of the same
-    storage: it is larger if there are more tensors on the storage now. Torch 2.13 has the private function that this
-    calls; in a release without it every call returns a larger number than all calls before, as if there were more
-    tensors.
+    storage: it is larger if there are more tensors on the storage now. A release of torch without the private function
+    that this calls gets a counter that rises with each call, so that callers always assume a new view.
 
     Args:
         tensor: the tensor.
@@ -483,9 +482,9 @@ def keeps_graph() -> bool:
 def is_reached(node: Any) -> bool:
     """Return whether the backward that runs in this thread will execute an autograd node.
 
-    To be called in the backward of an autograd function. False for a leaf's node if the backward is that of
-    ``torch.autograd.grad``, or of ``backward(inputs=…)`` for other tensors, which accumulate no gradient there.
-    ``torch.autograd.graph.register_multi_grad_hook`` asks the same function.
+    To be called in the backward of an autograd function. False for the node of a leaf in which this backward
+    accumulates no gradient: in ``torch.autograd.grad``, and in ``backward(inputs=…)`` for other tensors.
+    ``torch.autograd.graph.register_multi_grad_hook`` calls the same private function.
 
     Args:
         node: an autograd node, such as one of ``next_functions`` of another.
@@ -730,7 +729,7 @@ def reduces_losses(node: Any) -> bool:
 
 
 def constant_operand(node: Any) -> Tensor | None:
-    """Return the operand without a gradient of an inner or a matrix product that autograd has recorded.
+    """Return the operand that requires no gradient of a product that autograd has recorded (dot, mv, mm or bmm).
 
     Args:
         node: an autograd node; that of ``torch.dot`` is ``DotBackward0``, of ``torch.bmm`` ``BmmBackward0``.

@@ -62,8 +62,8 @@ class Rules:
 
         Returns:
             Number of steps; 0 for ``slow`` and ``terminate``. None if no limit is promised: for ``fill``; for an
-            unknown checkpoint interval (``every``); and if the run may have to resume from a checkpoint that is older
-            than the failed saves of a full disk, because ``since_full`` is 0 (for ``corrupt``: 0 or 1).
+            unknown checkpoint interval (``every``); and if ``since_full`` is 0 (for ``corrupt``: 0 or 1), because the
+            run may have to resume from a checkpoint that is older than the failed saves of the full disk.
         """
         if fault.kind in ("slow", "terminate"):
             return 0

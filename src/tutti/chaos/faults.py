@@ -89,8 +89,9 @@ def draw_faults(
         fault: gives ``kind``, ``seconds`` and ``factor`` of every planned fault; its ``step`` and ``rank`` are
             replaced.
         step: training step of the first fault and distance between faults; 0: as soon as the run has a checkpoint, for
-            a single fault; ``random``: distinct steps. Steps in the last 5 % of the run, or among its last 100 (in a
-            run of less than 200 steps: in its second half), are drawn only if there are more faults than other steps.
+            a single fault; ``random``: distinct steps from 1 on. Late steps are drawn only if there are more faults
+            than other steps: the last 100 or 5 % of the run, if that is more; in a run of less than 200 steps the
+            second half.
         rank: target rank, or ``LAUNCHER`` (-1), the run's launcher process; ``random``: a rank drawn for each fault.
         times: number of faults.
         ranks: number of processes of the run.

@@ -26,8 +26,8 @@ class Weights(Protocol):
     def records(self) -> Mapping[str, SliceRecord]:
         """Description of each tensor of the model by name: a ``SliceRecord`` with ``dtype`` and ``shape``.
 
-        The record covers the whole tensor. ``dtype`` is safetensors' name, such as ``BF16``. Exports, hashes and warm
-        starts list the tensors by it before they read any.
+        A record's shape is that of the whole tensor, not of this rank's slice. ``dtype`` is safetensors' name, such as
+        ``BF16``. Exports, hashes and warm starts read this mapping before they read any tensor.
         """
 
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:

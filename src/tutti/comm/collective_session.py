@@ -204,9 +204,9 @@ class CollectiveSession:
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
         """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
 
-        Does not wait for other ranks. Where all ranks are on one node, a repeated all-reduce sends no message, but
-        copies its tensors to shared memory, unless ``posted_bytes`` says that shared memory cannot serve it (by
-        operation, dtype or size).
+        Does not wait for other ranks. Where all ranks are on one node, an all-reduce that repeats an earlier one (same
+        name, shapes, dtype and operation) sends no message, but copies its tensors to shared memory, unless shared
+        memory cannot serve its operation, dtype or size.
 
         Args:
             handle: the new call: its description, this rank's input tensors, which must not be changed before the end

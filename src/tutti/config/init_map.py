@@ -171,13 +171,15 @@ class InitMap:
 
         Args:
             own: shape of each tensor of the model by its name, of tied weights by the first of their names.
-            tied: the other names of tied weights, by the first.
+            tied: the other names of tied weights, by the first. The saved weights may have a tied weight under any of
+                its names, and a pattern of ``new`` or ``reshaped`` may match any of them to name a tensor at all.
             saved: shape of each saved tensor, by its name in the model (the caller has applied ``rename``).
 
         Returns:
             A ``FittedWeights`` of three lists: names of tensors that the saved weights lack (``new``), that the model
-            lacks (``unused``), and whose shapes differ (``reshaped``). A name is listed only if a pattern of that key
-            matches the name. Other differences are left out, and raise no error here.
+            lacks (``unused``), and whose shapes differ (``reshaped``). A tied weight is listed by its first name. A
+            name is listed only if a pattern of that key matches the name. Other differences are left out, and raise no
+            error here.
 
         Raises:
             UsageError: a pattern of ``new`` or ``reshaped`` matches no tensor of the model, or a pattern of ``unused``

@@ -225,7 +225,7 @@ class ShardedStream:
         self._replicas, self._stages = comms.replica, comms.model
 
     def follow(self, epochs: Epochs) -> None:
-        """Do nothing: after a resume with another batch size, data that shard themselves are read with the present one.
+        """Do nothing: after a resume, data that shard themselves are read with the batch size of the present run.
 
         Args:
             epochs: batch size of each epoch; has no effect.

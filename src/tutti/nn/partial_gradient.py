@@ -336,7 +336,10 @@ class PartGradient(IncompleteGradient):
             )
 
     def note_edit(self) -> None:
-        """Record that the script has edited the gradient: discard the norms and call ``on_edit``. Not collective."""
+        """Record an edit of the gradient by the script: forget the norms of its parts, and call ``on_edit``.
+
+        ``on_edit`` is the constructor's argument. Not collective.
+        """
         self.parts.forget()
         self.on_edit()
         # In-place writes below autograd do not increment the version counter.

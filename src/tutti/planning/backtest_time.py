@@ -676,9 +676,9 @@ def _median_width(jobs: Sequence[_Job]) -> float:
 def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
     """Summarise the utilisation (hardware FLOP/s over the chip's dense peak) that published training jobs reached.
 
-    Jobs of the same chip, memory, class of precision and published source (column ``set``, such as a paper or a
-    vendor's table) become one anchor, with the median utilisation of its jobs and the standard deviation of the
-    logarithms. A job counts if its hardware FLOP/s follow from the number of parameters or the shape of its model and
+    Jobs of the same chip, memory, class of precision and set (column ``set``, such as a paper or a vendor's table)
+    become one anchor, with the median utilisation of its jobs and the standard deviation of their natural logarithms.
+    A job counts if its hardware FLOP/s follow from the number of parameters or the shape of its model and
     from its throughput, or if the table states TFLOP/s for each device. Chips and precisions without a known peak are
     left out.
 
@@ -686,10 +686,10 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
         rows: one row for each job, as tables of the kind ``published jobs`` have them.
 
     Returns:
-        One ``HardwareAnchor`` for each (chip, memory, precision, source), in the order of first appearance: ``chip``,
+        One ``HardwareAnchor`` for each (chip, memory, precision, set), in the order of first appearance: ``chip``,
         ``memory_gb`` (0 if not stated), ``precision``, median ``utilisation``, ``spread`` (that standard deviation),
         ``rows`` (number of jobs), ``set_name`` (the column ``set``) and ``width`` (median hidden size of the models, 0
-        if not stated). Its ``source``, where the set was published, is an empty text.
+        if not stated). Its ``source`` (place of publication) is an empty text.
     """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.flops_per_second())]
     found = []

@@ -136,8 +136,9 @@ class TargetData:
         """Critical batch size B_crit: the global batch at which training to the target needs twice the least data.
 
         A tuple of three floats in samples: the median, the 5 % quantile and the 95 % quantile over Monte Carlo draws of
-        the law E(B) = E_min(1 + B/B_crit) of the samples to the target. None where one batch alone was measured and no
-        recipe was given, because B_crit cannot be estimated from one batch.
+        the law E(B) = E_min(1 + B/B_crit) of the samples to the target. None where one batch alone was measured and
+        ``tutti plan`` was given no ``--recipe`` (a file of ``tutti noise`` with draws of E_min and B_crit), because
+        B_crit cannot be estimated from one batch.
         """
         if not len(self._critical):
             return None

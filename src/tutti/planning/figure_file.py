@@ -33,11 +33,11 @@ def new_figure(asked_by: str, width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as an SVG.
+    """Write a matplotlib figure as an SVG.
 
     Args:
         figure: the figure.
-        path: the file to write.
+        path: the file to write; an existing one is replaced.
 
     Raises:
         DiskError: the file cannot be written.

@@ -323,9 +323,9 @@ def with_cuts(config: PlannedRun, plan: StagePlan) -> PlannedRun:
 def nearest_stage_plan(found: MemoryFacts, plan: StagePlan, config: PlannedRun, room: float) -> PlannedRun | None:
     """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages and devices.
 
-    Micro-batches are halved first, down to one or two samples (with synchronised batch norm not at all); then devices
-    and stages are multiplied by 2, 3 and so on, as far as there are blocks, each with the same halvings. The first plan
-    that fits is taken.
+    ``config`` itself is tried first. Then its micro-batches are halved, rounded up, down to one or two samples; with
+    synchronised batch norm they stay as they are. Then devices and stages are multiplied by 2, 3 and so on, as far as
+    there are blocks, each with the same halvings. The first plan that fits is taken.
 
     Args:
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.

@@ -75,7 +75,8 @@ class StepHookGuard:
             hook: the script's step hook, which the error names.
 
         Returns:
-            The mode, not entered; None for an optimizer that is not this guard's, or whose hooks are refused.
+            The mode, not entered; None for another optimizer than the one that this guard was constructed with, and
+            without ``is_part``, as ``check`` refuses all hooks then.
         """
         if self._is_part is None or self._optimizer() is not optimizer:
             return None

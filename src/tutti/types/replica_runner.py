@@ -207,10 +207,9 @@ class ReplicaRunner(Protocol):
         """
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Make this rank's part of the model use new parameter objects.
+        """Replace parameter objects in the runner's own records, after sharding has given the modules new ones.
 
-        ``GradientSync`` calls this after it has sharded parameters, which gives the modules other ``nn.Parameter``
-        objects. A runner that keeps records of parameter objects, such as a pipeline's, replaces the objects there. Not
+        ``GradientSync`` calls this method. A runner without such records does nothing; a pipeline's has some. Not
         collective.
 
         Args:

@@ -42,10 +42,10 @@ def graph_within(node: Any) -> Any:
 
 
 def nodes_below(root: Any, enter: Callable[[Any], bool], most: int = 64) -> Iterator[Any]:
-    """Walk an autograd graph from a node towards its inputs, and yield each node once, a node before its inputs.
+    """Walk an autograd graph depth first from a node towards its inputs, and yield each node once.
 
-    From the node of an ``annotate_output``, which stands for a number that a model has returned, the walk goes on in
-    the model's own graph.
+    A model's output that is a number, such as a loss, has a node of ``annotate_output`` (this module) in place of its
+    graph; the walk goes on from this node in the model's graph.
 
     Args:
         root: the first node; None yields nothing.

@@ -205,13 +205,14 @@ class WorkerAddends:
         return calls if self._shared else [pieces[node] for node in self._nodes(self._comm.rank)]
 
     def counts(self, here: int, text: str) -> list[int]:
-        """Return for each data rank its number of terms: subtrees of logical workers, or calls of ``put``.
+        """Return for each data rank the number of sparse gradients that it has to send in the step (its terms).
 
-        Where data ranks share a worker, a rank's terms are its calls of ``put``, and the call is collective over the
-        data ranks: an all-gather of ``here``. Otherwise the numbers are computed.
+        Terms are sums over subtrees of logical workers, whose number follows from the numbers of workers and ranks.
+        Where data ranks share a worker, each micro-batch has a term, and the call is collective over the data ranks: an
+        all-gather of ``here``.
 
         Args:
-            here: number of this rank's terms in the step.
+            here: number of this rank's terms in the step; read only where ranks share a worker.
             text: names the call in errors; equal on all ranks.
 
         Raises:

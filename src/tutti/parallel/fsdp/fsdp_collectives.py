@@ -105,9 +105,10 @@ class GradientMeter:
             self._square += squares_of([gradients])[0]
 
     def leave_out(self, gradient: Tensor | None) -> None:
-        """Subtract the squares of a gradient that another rank of the replica counts, and that ``add`` counts here.
+        """Subtract a gradient's squares from this rank's sum, as another rank of the replica counts the gradient, too.
 
-        Does nothing until ``take`` is called for the first time in a step. Not collective.
+        ``add`` counts every gradient of a message on this rank, before or after this call. Does nothing before the
+        step's first ``take``, which returns the sum and begins a new one. Not collective.
 
         Args:
             gradient: this rank's gradient of a whole parameter, before it is reduced; None for no gradient.

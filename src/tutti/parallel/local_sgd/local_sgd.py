@@ -170,10 +170,10 @@ class LocalSGDSync(LocalGradients):
                 samples: then its optimizer does not step.
 
         Raises:
-            UsageError: the optimizer does not take sparse gradients; in a synchronous step, a gradient is sparse
-                although no module that holds the parameter has an attribute ``sparse`` that is True; or, on an
-                accelerator, this rank has several workers, and the script has written a buffer that forwards write too,
-                other than by a reset to zeros, or to ones for a variance (each worker has its own value of it).
+            UsageError: a gradient is sparse, and the optimizer does not take sparse gradients; in a synchronous step, a
+                gradient is sparse although no module that holds the parameter has an attribute ``sparse`` that is True;
+                or, on an accelerator, this rank has several workers, and the script has written a buffer of which each
+                worker has its own value, such as running statistics of batch norm, other than to reset it.
         """
         self._take_assigned(worker)
         if (reducer := self._jointly(self._step_context)) is not None:

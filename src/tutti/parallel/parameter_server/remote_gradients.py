@@ -46,8 +46,9 @@ class RemoteGradients(TrainedGradients):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace ``.grad`` of every trained parameter by a placeholder that raises UsageError when it is read.
 
-        Called after the push to the parameter servers, which alone have the sums of gradients. The script may clear the
-        placeholder, which ``apply_edits`` then refuses. Not collective.
+        Other strategies add the gradients of earlier steps here (``CustomLoopSync``). Called after the push to the
+        parameter servers, which alone have the sums of gradients. If the script then sets ``.grad`` to None,
+        ``apply_edits`` raises UsageError. Not collective.
 
         Args:
             held: always empty here: ``pop_gradients`` returns no gradients of earlier steps.

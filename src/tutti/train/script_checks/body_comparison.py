@@ -92,15 +92,17 @@ class BodyComparison:
         """Clear the record of backward passes and optimizer steps before the script's loop body runs for a micro-batch.
 
         This object checks that the body does the same for each micro-batch of a global batch. If the rank has several,
-        this method also records the parameters' version counters (in the first two global batches, and at the turn of
-        an epoch, the sums of their values, too), so that ``end_body`` finds parameters that the body has written.
+        this method also records the parameters' version counters, so that ``end_body`` finds parameters that the body
+        has written. In the first two global batches of a run, and at the turn of an epoch, it records the sums of their
+        values, too.
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
 
         Raises:
-            UsageError: the rank has several micro-batches, and the loop takes a number of them (``counting_loop``), or
-                the loss depends on a number that counts runs of the loop's body (``counted_loss``).
+            UsageError: the rank has several micro-batches, and the script's loop ends after a number of micro-batches,
+                such as ``for _ in range(1000)``, or computes the loss by a number that counts runs of the loop's body,
+                such as ``if number % 8 == 0``.
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:

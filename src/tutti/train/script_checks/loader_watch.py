@@ -44,8 +44,9 @@ class LoaderWatch:
     def begin_body(self, several: bool) -> None:
         """Record the positions of this process's DataLoader iterators, before the loop's body runs for a micro-batch.
 
-        Records nothing in a global batch that is not checked, or if ``several`` is False; ``check`` then does nothing
-        in this body.
+        After the body ``check`` refuses a DataLoader from which two bodies of a global batch have taken batches. Only
+        the first two global batches of a run and those at the turn of an epoch are checked: in others, and if
+        ``several`` is False, nothing is recorded.
 
         Args:
             several: whether some rank has several micro-batches of this global batch.
