@@ -277,9 +277,10 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
     """Return whether a recipe of the ladder is at least as good as its baseline and as the first rung.
 
     A recipe (``like_with_like.recipes``) is a rung at another scale (logical workers, batch size) than the first; its
-    baseline has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes are all rungs
-    but the first, and a recipe that differs from the first in at most one option has the first as its baseline.
-    Compared are means of the metric over the seeds.
+    baseline (``baseline``) has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes
+    are all rungs but the first; the first is then the baseline of those that differ from it in at most one option, and
+    others have none. The means of the metric over the seeds are compared, without a tolerance and in the metric's
+    direction.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).

@@ -122,20 +122,21 @@ def _fit_and_ask(
 
 
 def all_reduce(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
-    """Predict the seconds of all-reduces over more ranks from all-reduces over fewer, for each hardware by itself.
+    """Back-test predictions of all-reduces over more ranks from all-reduces over fewer, for each hardware by itself.
 
-    The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), or of up to N ranks to
-    predict 2 N and more (*extrapolated*).
+    The law of a ring all-reduce is fitted to the measurements of the fewest ranks, and predicts all others
+    (*anchored*); and for each measured number N of ranks to those of up to N ranks, to predict 2 N ranks and more
+    (*extrapolated*).
 
     Args:
         rows: one row for each measured all-reduce: ranks, message size in bytes, seconds, hardware, as tables of the
             kind ``all-reduce`` have them.
 
     Yields:
-        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
-        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, a list of
-        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as always
-        for zero-shot, else an empty text.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × as
+        many as were fitted; extrapolated further) one record with ``group`` (the hardware), ``protocol``,
+        ``predictions`` (in seconds, a list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and
+        ``reason``: why that list is empty, as always for zero-shot, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -267,10 +268,10 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
             tables of the kind ``iteration by grid`` have them.
 
     Yields:
-        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
-        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, a list of
-        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as always
-        for zero-shot, else an empty text.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × as
+        many as were fitted; extrapolated further) one record with ``group`` (the hardware), ``protocol``,
+        ``predictions`` (in seconds, a list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and
+        ``reason``: why that list is empty, as always for zero-shot, else an empty text.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}

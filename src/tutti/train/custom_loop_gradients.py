@@ -389,14 +389,15 @@ class CustomLoopGradients:
         run.stats = self.latest = stats
 
     def end_banked_worker(self, call: int, worker: int) -> None:
-        """Pass the gradients that a logical worker's earlier loop bodies have left to ``GradientSync.end_worker``.
+        """Call ``GradientSync.end_worker`` with a logical worker's gradients, which its loop bodies have summed.
 
-        For strategies that sum gradients worker by worker. A worker is a fixed share of the global batch; a body is the
-        script's code for one micro-batch. Does nothing without such gradients. ``.grad`` is the same before and after.
-        Not collective.
+        For strategies that sum gradients worker by worker, where a worker (a fixed share of the global batch) has
+        several micro-batches: each body, the script's code for one of them, adds its gradients to a sum outside of
+        ``.grad``. Called after the worker's last body, or in the next reduction. Does nothing for a worker without such
+        a sum. ``.grad`` is the same before and after. Not collective.
 
         Args:
-            call: index of the reduction in the body, from 0.
+            call: index of the ``run.backward`` in the body, from 0, whose gradients are meant.
             worker: index of the logical worker.
         """
         kept = self._state.batch.bank.pop((call, worker), None)

@@ -277,14 +277,16 @@ class CustomLoopUpdate:
         return replace(own, skipped=own.skipped or not stats.finite)
 
     def count_update(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
-        """Add an update to the run's counters, schedulers, weight average and loss scale. Not collective.
+        """Count an update that an optimizer has made: step schedulers, update the weight average and the loss scale.
 
-        The first update of a global batch also counts the batch as consumed.
+        A skipped update changes the loss scale alone. The first update of a global batch, skipped or not, also counts
+        the batch as consumed. Not collective.
 
         Args:
-            stats: results of the gradient of the update.
-            updated: the update's result.
-            index: index of the optimizer that has made it; None for all.
+            stats: loss, metrics and gradient norm of the gradient of the update, reduced over ranks.
+            updated: number of updates made, and whether the update was skipped, as ``GradientSync.optimizer_step``
+                returns them.
+            index: index of the optimizer that has made it, whose schedulers step; None for all optimizers.
 
         Raises:
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.

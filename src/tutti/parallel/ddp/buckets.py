@@ -299,8 +299,8 @@ class Tail:
     def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
         """Return whether all ranks whose numbers were summed were in this step and had the same layout of parameters.
 
-        The layout is the parameters' names, shapes and dtypes. Compared are the digests (small hashes of step and
-        layout), which are the first four numbers behind the gradients.
+        The layout is the parameters' names, shapes and dtypes. Each rank sends four digests (small hashes of step and
+        layout) behind the gradients of the last bucket; their sums must be ``contributions`` times this rank's own.
 
         Args:
             tail: the sums over ranks of the numbers behind the gradients of the last bucket, ``size`` numbers on the

@@ -181,7 +181,7 @@ class FullySharded:
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Add FSDP2-sharded parameters that were frozen to ``trained``, so that FSDP2 reduces their gradients.
+        """Let FSDP2 reduce the gradients of sharded parameters that were frozen until now; adds them to ``trained``.
 
         Called after the script has set ``requires_grad`` of these parameters to True. Before the model's first forward
         nothing is communicated. Afterwards the call is collective over the ranks that share one copy of the parameters:

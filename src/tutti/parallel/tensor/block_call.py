@@ -50,8 +50,8 @@ class BlockArguments:
 
         The call is one of a block of layers, such as attention. The text has the pytree structure of ``(args,
         kwargs)``, and for each tensor the word float, int or bool, the number of dimensions, and whether it needs a
-        gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger than 1; numbers enter
-        with their values.
+        gradient (see ``form_of``). Sizes do not enter, but for one: of a tensor with at least four dimensions, whether
+        the third from last (attention heads) is larger than 1. Numbers enter with their values.
         """
         return form_of(self.args, self.kwargs, self.learned)
 
