@@ -9,7 +9,7 @@ the body of the step in which that is due.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -448,21 +448,30 @@ class CustomLoop:
             self._bodies.check_scaler()
         return self._origin.plain_backward(roots, self._state.micro_batch)
 
-    def plain_gradients(self, loss: Tensor) -> AbstractContextManager[list[Tensor]]:
-        """Return a context manager for a call of ``torch.autograd.grad``, to mark gradients of unfit losses.
+    def unfit_loss(self, loss: Tensor) -> Callable[[], UsageError] | None:
+        """Return why gradients that ``torch.autograd.grad`` computes of a loss cannot be averaged over micro-batches.
 
-        If the script assigns a marked gradient to ``.grad``, ``run.reduce_gradients`` raises UsageError. Outside of a
-        loop's body nothing is done. Not collective.
+        Called before the gradients are computed, which may free the loss's graph; ``mark_gradients`` then marks them.
+        Not collective.
 
         Args:
             loss: the number of which the script computes gradients of parameters.
 
         Returns:
-            The context manager; it yields a list, to which the caller adds the gradients.
+            A function that makes the error; None for a mean over samples, and outside of a loop's body.
         """
         if self._state.micro_batch is None or not self._state.in_body:
-            return nullcontext([])
-        return self._origin.plain_gradients(loss, self._state.micro_batch)
+            return None
+        return self._origin.unfit_loss(loss, self._state.micro_batch)
+
+    def mark_gradients(self, gradients: Any, error: Callable[[], UsageError]) -> None:
+        """Let ``run.reduce_gradients`` raise an error if the script has assigned one of these gradients to ``.grad``.
+
+        Args:
+            gradients: what ``torch.autograd.grad`` returned.
+            error: makes the error, as ``unfit_loss`` returns it.
+        """
+        self._origin.mark_gradients(gradients, error)
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:

@@ -537,7 +537,10 @@ class CrossWorkerWatch(LossWatch):
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         drawn = kwargs.get("generator")
         origins |= self._goes_on(drawn)
-        result = self.called(func, args, kwargs)
+        unfit = self.unfit_loss(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if unfit is not None:
+            self._run.custom.mark_gradients(result, unfit)
         if isinstance(drawn, torch.Generator):
             self._drawn[id(drawn)] = drawn, self._here, drawn.get_state()
         self.note_result(name, args, result)

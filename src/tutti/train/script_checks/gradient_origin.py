@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -24,7 +24,7 @@ from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import is_mean_over_samples, loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
-from tutti.torch_compat import FunctionModesDisabled, is_dtensor, local_tensor, tensor_version
+from tutti.torch_compat import FunctionModesDisabled, is_dtensor, local_tensor, tensor_version, tree_leaves
 from tutti.train.script_checks.watched_calls import Root
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
@@ -170,26 +170,34 @@ class GradientOrigin:
         finally:
             self._error = None
 
-    @contextmanager
-    def plain_gradients(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[list[Tensor]]:
-        """Check, around a call of ``torch.autograd.grad``, that the loss is a mean over samples, as ``plain_backward``.
+    def unfit_loss(self, loss: Tensor, micro_batch: MicroBatch) -> Callable[[], UsageError] | None:
+        """Return the error of a loss of ``torch.autograd.grad`` that is no mean over samples; None for a mean.
 
-        Gradients of another loss are marked: ``local`` raises UsageError where the script has assigned one to ``.grad``
-        and declares it by ``run.reduce_gradients`` to be of a mean over samples. Not collective.
+        A loss is judged as ``plain_backward`` judges it, where the micro-batch is a part of the global batch. Not
+        collective.
 
         Args:
             loss: the number of which gradients are computed.
             micro_batch: the micro-batch of the loop's body.
 
-        Yields:
-            A list, to which the caller adds the gradients.
+        Returns:
+            A function that makes the error, for ``mark_gradients``.
         """
-        where, made = f"step {self._run.global_step + 1}, {script_line()}", list[Tensor]()
-        is_part = bool(micro_batch.samples) and not micro_batch.whole
-        error = self._error_of(loss, micro_batch, where) if is_part else None
-        yield made
-        if error is not None:
-            self._unfit_made += [(ref(each), error) for each in made]
+        if not micro_batch.samples or micro_batch.whole:
+            return None
+        return self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
+
+    def mark_gradients(self, gradients: Any, error: Callable[[], UsageError]) -> None:
+        """Record gradients of a loss that is no mean over samples.
+
+        ``local`` raises the error where the script has assigned one of them to ``.grad`` and declares it by
+        ``run.reduce_gradients`` to be of a mean.
+
+        Args:
+            gradients: what ``torch.autograd.grad`` returned.
+            error: makes the error.
+        """
+        self._unfit_made += [(ref(leaf), error) for leaf in tree_leaves(gradients) if isinstance(leaf, Tensor)]
 
     def _error_of(self, loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
         """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples."""

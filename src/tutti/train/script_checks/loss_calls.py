@@ -24,6 +24,7 @@ from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatte
 from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
 from tutti.train.script_checks.script_source import script_constants, script_values
 from tutti.train.script_checks.storage_records import TensorSet
+from tutti.train.script_checks.watched_calls import number_of_gradients
 from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import MicroBatch
 
@@ -251,7 +252,7 @@ class LossCalls(TorchFunctionMode):
             return result
         before = tensor_versions(given)
         # The call may free the graph.
-        root = _number_of_gradient(func, args, kwargs)
+        root = number_of_gradients(func, args, kwargs)
         of_mean = root is not None and averages_samples(root.grad_fn, self.samples)
         result = func(*args, **kwargs)
         if root is not None:
@@ -534,14 +535,6 @@ class LossCalls(TorchFunctionMode):
                 found.append(call)
                 ids.update(id(leaf) for leaf in leaves_of_call(call.args, call.kwargs) if isinstance(leaf, Tensor))
         return found
-
-
-def _number_of_gradient(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the number of which a call of ``torch.autograd.grad`` computes gradients; None for other calls."""
-    roots = tree_leaves(args[0]) if func is torch.autograd.grad and args else []
-    if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].numel() != 1:
-        return None
-    return roots[0] if kwargs.get("grad_outputs") is None and len(args) == 2 else None
 
 
 def called_models(model: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +12,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tutti.errors import UsageError, counted, script_line
@@ -161,23 +161,23 @@ class LossWatch(EnteredMode):
             if by_sample:
                 self.size_lines.append(script_line())
 
-    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of PyTorch, and mark gradients of parameters whose loss is no mean over samples.
+    def unfit_loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], UsageError] | None:
+        """Return why gradients that a call computes by ``torch.autograd.grad`` cannot be averaged over micro-batches.
+
+        A subclass asks before the call, and gives the answer and the gradients to ``CustomLoop.mark_gradients`` after
+        it. It makes the call itself: other modes look for the script above the frame that calls them.
 
         Args:
-            func: the function.
+            func: the function of PyTorch that is about to be called.
             args, kwargs: its arguments.
 
         Returns:
-            What the function returns.
+            A function that makes the error; None for other calls, and gradients of a mean over samples.
         """
         loss = number_of_gradients(func, args, kwargs)
-        if loss is None:
-            return func(*args, **kwargs)
-        with self._run.custom.plain_gradients(loss) as gradients:
-            result = func(*args, **kwargs)
-            gradients += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        return result
+        if loss is None or not any(isinstance(each, nn.Parameter) for each in tree_leaves(args[1])):
+            return None
+        return self._run.custom.unfit_loss(loss)
 
     def note_result(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Record, after a call of PyTorch, the means and sums over samples that have no gradient (``BatchStatistics``).

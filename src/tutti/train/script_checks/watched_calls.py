@@ -80,7 +80,7 @@ def roots_of_backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def number_of_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the number of which a call of ``torch.autograd.grad`` computes gradients of parameters.
+    """Return the number of which a call of ``torch.autograd.grad`` computes gradients.
 
     Args:
         func: the function of PyTorch that is called.
@@ -92,9 +92,7 @@ def number_of_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     """
     roots = tree_leaves(args[0]) if func is torch.autograd.grad and len(args) == 2 else []
     is_number = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
-    if not is_number or kwargs.get("grad_outputs") is not None:
-        return None
-    return roots[0] if any(isinstance(each, nn.Parameter) for each in tree_leaves(args[1])) else None
+    return roots[0] if is_number and kwargs.get("grad_outputs") is None else None
 
 
 def backward_within(
