@@ -253,15 +253,16 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
     >>> did_you_mean("miror", ["single", "mirrored"])
     "did you mean 'mirrored'? Choices: mirrored, single"
-    >>> did_you_mean("DDP", ["ddp", "pp"])
-    "did you mean 'ddp'? Choices: ddp, pp"
+    >>> did_you_mean("DDP", ["ddp", "Linear"])
+    "did you mean 'ddp'? Choices: Linear, ddp"
     >>> did_you_mean("zzz", ["sgd", "adam"])
     'choices: adam, sgd'
     >>> did_you_mean("zzz", map(str, range(100)))[-23:]
     '25, 26, … (100 of them)'
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(word if word in known else word.lower(), known, n=1, cutoff=0.5)
+    by_lower = {each.lower(): each for each in known}
+    near = [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)]
     listed = ", ".join(known[:_LISTED]) + f", … ({len(known)} of them)" * (len(known) > _LISTED)
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"
 
