@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
-from io import StringIO
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from tutti.nn.written_tensors import DATA, METADATA, may_write, storage_of
 from tutti.torch_compat import gradient_hooks, tree_leaves
 from tutti.train.script_checks.python_state import python_state
 
-_SIZES = 1e3, 1.0
+_SIZES = 1.0, 1e3
 """Deviations of the gradients that hooks are tried with: the limits of a clamp lie below one of them (a guess)."""
 _SMALL = 1e-3
 """Relative difference that counts as rounding."""
@@ -28,9 +27,8 @@ _SMALL = 1e-3
 def nonlinear_hook(parts: Sequence[nn.Module]) -> str:
     """Return the name of the first parameter with a hook f for which f(a) + f(b) is not f(a + b); empty for none.
 
-    The hooks of ``Tensor.register_hook`` are called a few times with drawn gradients a and b; one that leaves the first
-    as it is, such as a log, is not called again. Python objects that hooks change are restored, and what they print is
-    dropped. Hooks that draw, call collectives, raise errors or write in place to tensors of the script are
+    The hooks of ``Tensor.register_hook`` are called a few times with drawn gradients a and b. Python objects that they
+    change are restored. Hooks that draw, call collectives, raise errors or write in place to tensors of the script are
     not judged. Not collective.
 
     Args:
@@ -45,7 +43,6 @@ def nonlinear_hook(parts: Sequence[nn.Module]) -> str:
 
 
 def _is_nonlinear(hook: Any, parameter: Tensor, draw: torch.Generator) -> bool:
-    # A clamp leaves small gradients as they are, so that the largest are tried first.
     for size in _SIZES:
         one, other = (
             (torch.randn(parameter.shape, generator=draw) * size).to(parameter.device, parameter.dtype)
@@ -53,13 +50,9 @@ def _is_nonlinear(hook: Any, parameter: Tensor, draw: torch.Generator) -> bool:
         )
         with suppress(Exception), ExitStack() as stack:
             stack.enter_context(python_state([], hook))
-            # What a hook prints of drawn gradients would mislead.
-            for each in (own_generators(), torch.no_grad(), collectives_refused(), redirect_stdout(StringIO())):
+            for each in (own_generators(), torch.no_grad(), collectives_refused()):
                 stack.enter_context(each)
-            first = _called(hook, one)
-            if torch.equal(first, one):
-                return False
-            second, both, again = (_called(hook, each) for each in (other, one + other, one))
+            first, second, both, again = (_called(hook, each) for each in (one, other, one + other, one))
             away = (first + second - both).abs().max()
             if bool(torch.equal(first, again)) and bool(away > _SMALL * max(first.abs().max(), both.abs().max())):
                 return True
