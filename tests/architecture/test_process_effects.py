@@ -103,7 +103,6 @@ CALLS_AGAIN = {
     "tutti.parallel.tensor.loss_parallel_plan": ("which layers can be split",),
     "tutti.parallel.tensor.split_reads": ("which layers can be split",),
     "tutti.parallel.tensor.whole_flop": ("what share of its operations stays whole",),
-    "tutti.train.script_checks.hook_linearity": ("eight times with drawn gradients",),
     "tutti.train.script_checks.mistake_checks": ("five to nine times on a few samples", "the second derivative"),
     "tutti.train.script_checks.module_trials": ("up to three forwards, without gradients, of a module of yours",),
     "tutti.train.script_checks.worker_trials": (

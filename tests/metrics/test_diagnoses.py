@@ -315,43 +315,6 @@ def test_the_loss_of_a_plain_backward_that_mixes_samples(loss: Any) -> None:
     assert names(2, partial(plainly, loss)) == ["mixed-samples"]
 
 
-HOOKS: dict[str, tuple[Callable[[Tensor], Callable[[Tensor], Any]], bool]] = {
-    "half": (lambda p: lambda slope: slope * 0.5, False),
-    "mask": (lambda p: lambda slope: slope * (p.detach() > 0), False),
-    "centred in place": (lambda p: lambda slope: slope.sub_(slope.mean()), False),
-    "without NaN": (lambda p: lambda slope: torch.nan_to_num(slope, posinf=1e4), False),
-    "for a log": (lambda p: lambda slope: SEEN.append(float(slope.norm())), False),
-    "noise": (lambda p: lambda slope: slope + torch.randn_like(slope), False),
-    "clamp": (lambda p: lambda slope: slope.clamp(-1, 1), True),
-    "normalised": (lambda p: lambda slope: slope / (slope.norm() + 1e-8), True),
-    "decay": (lambda p: lambda slope: slope + 0.1 * p.data, True),
-    "sign": (lambda p: torch.sign, True),
-}
-SEEN: list[float] = []
-
-
-def with_hook(kind: str, how: Callable[..., None]) -> None:
-    before = len(SEEN)
-    run = prepare(mean, workers=2, norm=True)
-    for parameter in run.model.parameters():
-        parameter.register_hook(HOOKS[kind][0](parameter))
-    how(run)
-    assert (len(SEEN) > before) == (kind == "for a log")
-    assert len(SEEN) - before <= 3 * len(list(run.model.parameters())), "trials leave no trace"
-
-
-def in_a_loop(run: Any) -> None:
-    for batch in islice(run.microbatches(0), 3):
-        run.backward(mean(run.model, batch))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("kind", "how"), in_turn(list(HOOKS), [steps, in_a_loop]))
-def test_a_hook_on_the_gradient_of_a_parameter_that_is_not_linear(kind: str, how: Callable[..., None]) -> None:
-    assert ("nonlinear-hook" in names(2, partial(with_hook, kind, how))) == HOOKS[kind][1]
-
-
 def two_networks(relative: bool) -> None:
     """A critic's loss of samples and of a generator's, each alone or relative to the mean of the others."""
     nets = nn.Linear(3, 3), nn.Linear(3, 1)

@@ -61,12 +61,6 @@ CLASSICS: Mapping[str, Classic] = {
         "workers=1 without micro_batch, on one device or by the strategy tensor; or keep it, if the loss is meant "
         "for a worker's samples, as with gradient accumulation",
     ),
-    "nonlinear-hook": Classic(
-        "a hook is given each micro-batch's part of the gradient, and its results for the parts do not add up to that "
-        "for the whole, so that training depends on the numbers of workers and micro-batches",
-        "edit .grad after run.backward in a loop of your own, or give tutti.prepare clip=…, or the optimizer "
-        "weight_decay=…; or keep it, if the hook is meant for micro-batches, as with gradient accumulation",
-    ),
     "one-rank-statistics": Classic(
         "each worker has batch-norm statistics of its own share of the data, and the model holds one worker's",
         "evaluate with run.evaluate, and save run.state(), which merge those of all workers",

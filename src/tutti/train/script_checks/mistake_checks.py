@@ -31,7 +31,6 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
 from tutti.train.script_checks.cancelling_numbers import lines_of_cancelling
-from tutti.train.script_checks.hook_linearity import nonlinear_hook
 from tutti.train.script_checks.inner_gradients import check_inner_gradients
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.loss_calls import LossCalls
@@ -118,10 +117,10 @@ class Checks:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
         Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
-        batch, embeddings with ``scale_grad_by_freq``, hooks on parameters' gradients that are not linear, an unusual
-        learning rate, and Python counters of the model that grow with each micro-batch. Rank 0 reports findings as
-        warnings. To be called before a step while ``looking`` is True. Nothing is raised. On rank 0 the first call may
-        compute the loss of a few samples in eval mode, and call such hooks with drawn gradients.
+        batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and Python counters of the model that
+        grow with each micro-batch. Rank 0 reports findings as warnings. To be called before a step while
+        ``looking`` is True. Nothing is raised. On rank 0 the first call may compute the loss of a few samples in eval
+        mode.
 
         With a single logical data-parallel worker (fixed share of the global batch) the call is not collective. With
         several it is, over the data ranks, in these calls:
@@ -151,7 +150,6 @@ class Checks:
                     loss, batch, max((micro_batch.samples for micro_batch in micro_batches), default=2)
                 )
                 self._check_frequencies()
-                self._check_hooks()
             if several:
                 self._check_rates()
         if several and self._steps == 2:
@@ -435,14 +433,6 @@ class Checks:
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
                     finding = f"{name or 'the model'} has scale_grad_by_freq, which counts rows of a micro-batch"
                     self.diagnoses.report("mixed-samples", finding, self._run.global_step + 1)
-
-    def _check_hooks(self) -> None:
-        """Report a hook on a parameter's gradient that is not linear; not of parameters that are split over ranks."""
-        if self._run.replica.sharded or self._run.context.comms.model.size > 1:
-            return
-        if name := nonlinear_hook(self._run.replica.parts):
-            finding = f"the hook on the gradient of {name} is not linear: f(a) + f(b) is not f(a + b)"
-            self.diagnoses.report("nonlinear-hook", finding, self._run.global_step + 1)
 
     def _check_rates(self) -> None:
         """Compare each group's largest known learning rate with a rule of thumb."""
