@@ -16,7 +16,8 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tests.train.test_places_of_samples import PLACES, errors, made, shares, trained, trained_plainly
+from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, shares, trained, trained_plainly
+from tutti.errors import UsageError
 
 mse = functional.mse_loss
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -457,3 +458,29 @@ def test_hooks_that_scale_by_numbers_of_a_micro_batch_are_refused(place: int) ->
                 continue
             assert each[0] == (name == "gradients_by_the_last_mean" and micro is None), (name, each)
             assert "from all samples" in each[1] and "test_sample_reads.py:" in each[1], (name, each)
+
+
+def two_losses(kind: str) -> Any:
+    """Two losses a body with constants of their own, and a log: sums of the tensors, or the updates and the refusal."""
+    net, log = made(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: Any = {} if kind == "whole" else {"micro_batch": 3}
+    run = tutti.prepare(net, optimizer, dataset(), batch_size=BATCH, workers=1, seed=0, **options)
+    try:
+        for x, want, _ in run.microbatches(0):
+            optimizer.zero_grad()
+            loss = mse(net(x), want)
+            log.append(loss.item())
+            torch.autograd.grad(0.01 * net(x).square().mean(), next(net.parameters()))
+            run.backward(0.5 * loss)
+            run.backward((log[-1] if kind == "by its value" else 0.25) * net(x).square().mean())
+            optimizer.step()
+    except UsageError as error:
+        return run.updates, str(error)
+    return [float(value.sum()) for value in net.state_dict().values()]
+
+
+def test_losses_of_a_body_have_constants_of_their_own() -> None:
+    whole, parts, by_value = (worlds.run(1, two_losses, kind=kind)[0] for kind in ("whole", "parts", "by its value"))
+    assert parts == pytest.approx(whole, abs=1e-12)
+    assert by_value[0] == 0 and "another one for each micro-batch" in by_value[1], by_value

@@ -137,8 +137,10 @@ class CrossWorkerWatch(LossWatch):
         self._own = set[StorageWeakRef]()
         self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
-        # Constants that scale the loss of the worker's first micro-batch, by worker; generators' states since.
-        self._scaled: tuple[int, Sequence[float], list[Any]] | None = None
+        # Constants that scale each loss of the worker's first micro-batch, by the loss's index in the body: the worker,
+        # the constants, and the generators' states since.
+        self._scaled = dict[int, tuple[int, Sequence[float], list[Any]]]()
+        self._losses = 0  # of the present body, whose constants were compared
         refuse = partial(refuse_cross_worker, run, where="in the module's forward")
         self._trials = ModuleTrials(run, self.updating, refuse)
         self._trace = BodyLossComparison(run.replica.draws)
@@ -173,7 +175,7 @@ class CrossWorkerWatch(LossWatch):
             return False
         self._moved.begin_batch()
         self._drawn.clear()
-        self._scaled = None
+        self._scaled.clear()
         self._trace.begin_batch()
         self._eager = False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
@@ -204,7 +206,7 @@ class CrossWorkerWatch(LossWatch):
         """
         self._here = micro_batch_key(micro_batch, self._run)
         self._body = MicroBatchKey(micro_batch.worker, micro_batch.micro)
-        self._reads = SampleReads(micro_batch)
+        self._reads, self._losses = SampleReads(micro_batch), 0
         self._leaves = {id_: (leaf, key) for id_, (leaf, key) in self._leaves.items() if leaf() is not None}
         self._found.drop_freed()
         given = list(batch_tensors(batch))
@@ -363,9 +365,11 @@ class CrossWorkerWatch(LossWatch):
     def compare_scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> None:
         """Check that the losses of a worker's micro-batches are scaled by the same constants. Not collective.
 
-        Losses of different logical workers (fixed shares of the global batch) may have different constants. Nothing is
-        checked if the script has read values of a tensor that may not come from the batch, such as a random one, or if
-        a generator of Python or NumPy has drawn since the micro-batch before.
+        The n-th loss of a body (of a ``run.backward``, ``loss.backward()`` or ``torch.autograd.grad``) is compared with
+        the n-th one of the worker's first micro-batch. Losses of different logical workers (fixed shares of the global
+        batch) may have different constants. Nothing is checked if the script has read values of a tensor that may not
+        come from the batch, such as a random one, or if a generator of Python or NumPy has drawn since the micro-batch
+        before.
 
         Args:
             loss: the loss of the micro-batch.
@@ -377,10 +381,12 @@ class CrossWorkerWatch(LossWatch):
         """
         if self._run.gradient_sync.loss_normalisation != "step" or self._statistics.reads_others:
             return
+        index, self._losses = self._losses, self._losses + 1
         if not (scales := self._scales(loss, micro_batch, scaled)):
             return
-        worker = micro_batch.worker
-        first, states = self._scaled[1:] if self._scaled and self._scaled[0] == worker else (scales, [])
+        known, first, states = self._scaled.get(index, (None, scales, []))
+        if known != micro_batch.worker:
+            first, states = scales, []
         differ = len(first) == len(scales) and not all(map(partial(math.isclose, rel_tol=1e-5), first, scales))
         now = generator_states()
         if differ and states == now:
@@ -393,7 +399,7 @@ class CrossWorkerWatch(LossWatch):
                 " that all micro-batches share, such as run.stats of the step before; or take one worker without"
                 " micro_batch",
             )
-        self._scaled = worker, first, now
+        self._scaled[index] = micro_batch.worker, first, now
 
     def _scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> list[float]:
         """Return the constants that scale the terms of a loss; an empty list if a tensor of unknown origin is one.
