@@ -53,9 +53,10 @@ class BatchStatistics:
         self._normalised, self._uneven = set[StorageWeakRef | None](), set[StorageWeakRef | None]()
 
     def note(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Record a call of PyTorch: statistics, weights divided by their own sum, and reads of values.
+        """Record what a call of PyTorch has computed from the micro-batch, for ``divisor_of`` and ``may_divide``.
 
-        To be called after the call, with no function mode active.
+        Recorded are statistics (means and sums over samples without gradient), tensors that are divided by a sum over
+        samples, and whether the call reads values. To be called after the call, with no function mode active.
 
         Args:
             name: the function's name.
@@ -114,13 +115,13 @@ class BatchStatistics:
         self._divided.drop_freed()
 
     def may_divide(self, weights: Tensor, reads_sizes: bool) -> bool:
-        """Return whether a script may have divided a tensor of weights by the number of samples, or a sum over them.
+        """Return whether weights of the samples' losses may be divided by the number of samples, or a sum over them.
 
         Args:
-            weights: a tensor of several elements that is a factor of the samples' losses; or a divisor of one element,
-                which divides by the samples if it is a sum over them.
-            reads_sizes: whether the script has read a size of the micro-batch; the result for a tensor that was not
-                computed from the batch, such as class weights.
+            weights: the weights, a tensor of several elements; or a divisor of the loss, a tensor of one element, for
+                which the result is whether it is a sum over samples.
+            reads_sizes: whether the script has read a size of the micro-batch. Returned as the result for weights of
+                several elements that were not computed from the batch, such as class weights.
         """
         if weights.numel() == 1:
             found = self._statistic(weights)
@@ -149,6 +150,8 @@ class BatchStatistics:
 
     def divisor_of(self, scaled: Scaled) -> float | None:
         """Return the value of a statistic by which a loss, or a tensor of weights in it, is divided; None without one.
+
+        A statistic is a mean or sum over the micro-batch's samples without gradient, such as a mask's sum.
 
         Args:
             scaled: a mean or sum over samples in the loss, and the constants that scale it.

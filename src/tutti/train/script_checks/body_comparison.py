@@ -305,8 +305,8 @@ class BodyComparison:
     def note_edited(self, edited: bool) -> None:
         """Record, right before an optimizer's step, whether the loop's body has edited gradients for this micro-batch.
 
-        Only edits for the rank's last micro-batch act on the update. Others may differ, as where a script clips large
-        gradients alone, but not by a count.
+        Only edits for the rank's last micro-batch change the update. A script may edit gradients for some micro-batches
+        alone because of their values, as where it clips large ones, but not because of a count of runs of the body.
 
         Args:
             edited: whether the script has written or replaced a gradient since it was computed.

@@ -85,12 +85,14 @@ def counted_seed() -> str:
 def setting_condition(updates: int) -> str:
     """Find code of a running loop that sets learning rates or freezes parameters by a number that counts runs.
 
-    Such code is under an ``if`` on a number that each run of the loop's body increases: ``if number in milestones``,
-    not ``if number == 0``; or it is a function that gets the number. It steps a PyTorch scheduler, assigns one of
-    ``SETTINGS`` or ``requires_grad``, or calls a function of the script that does.
+    The code steps a PyTorch scheduler, assigns an optimizer's setting (``SETTINGS``) or ``requires_grad``, or calls a
+    function of the script that does. It is found if it is under an ``if`` on a number that each run of the loop's body
+    increases, such as ``if number in milestones``, or if it is a call with the number as argument. Conditions that only
+    the first run can meet, such as ``if number == 0``, do not count.
 
     Args:
-        updates: number of updates of the run. A scheduler that has made as many steps is right.
+        updates: number of updates of the run. A scheduler that has made as many steps counts updates, and is not
+            found.
 
     Returns:
         The ``if`` or the call as ``FILE:LINE``; an empty text for none.
@@ -193,8 +195,9 @@ def break_out_of_loop() -> tuple[str, bool]:
 def counting_loop() -> str:
     """Find a loop of the script that takes a number of micro-batches by ``next``, such as ``for _ in range(1000)``.
 
-    To be called while the iterator of ``run.microbatches`` advances. Generators of the script in between, such as
-    ``cycle(loader)``, are passed over. A loop in which ``run.stepped`` or ``run.global_step`` is read counts these.
+    To be called while the iterator of ``run.microbatches`` advances. The search passes over generators of the script
+    that take the micro-batches for the loop, such as ``cycle(loader)``, and over a loop in which ``run.stepped`` or
+    ``run.global_step`` is read, as it counts updates and not micro-batches.
 
     Returns:
         The loop as ``FILE:LINE``; an empty text for none.
@@ -265,7 +268,8 @@ def counted_loss(draws: bool) -> str:
     setting of the script switches off, such as ``if number < args.skip`` where ``args.skip`` is 0.
 
     Args:
-        draws: whether numbers from a generator of the script's own count, too, as several workers would share it.
+        draws: whether to find losses that depend on numbers from a random generator of the script's own, too. Each run
+            of the body draws another number from it, as with a counter.
 
     Returns:
         The ``backward`` as ``FILE:LINE``; an empty text for none.

@@ -88,7 +88,10 @@ class BodyLossComparison:
         self._known = set[StorageWeakRef]()
 
     def begin_batch(self) -> None:
-        """Begin a global batch: delete the records of the batch before, as only bodies of one batch are compared."""
+        """Begin a global batch: delete the calls and graphs recorded for bodies of the batch before.
+
+        Only bodies (runs of the custom loop's code) for micro-batches of one global batch are compared.
+        """
         self._first.clear()
 
     def begin(self, key: MicroBatchKey, batch: Any, own: set[StorageWeakRef]) -> None:
@@ -109,11 +112,11 @@ class BodyLossComparison:
     def note(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, reads: SampleReads
     ) -> MicroBatchKey | None:
-        """Record a PyTorch call of the running loop body, and none of tutti's, after the call, and compare it.
+        """Record a PyTorch call of the running loop body, and compare it with the first body's call at this position.
 
-        It is compared with the call at the same position of the first body, that of the global batch's first
-        micro-batch with the same shapes as this one. Once a body has read a value of a tensor that is not of all
-        samples, or has drawn from Python's or NumPy's global generators, it is no longer compared.
+        The first body is that of the global batch's first micro-batch with the same shapes as this one. A body is no
+        longer compared once it has read a value that is not of all samples, or has drawn from Python's or NumPy's
+        global generators. To be called after each call of PyTorch, except calls in tutti's own code.
 
         Args:
             func, name: the function that is called, and its name.
@@ -123,8 +126,9 @@ class BodyLossComparison:
 
         Returns:
             The ``MicroBatchKey`` of the first body's micro-batch, if its call has the same name and result shapes, but
-            other Python numbers among its arguments, or has drawn by another seed of the script; else None. It has
-            ``moved`` set if no value was read before, and ``by_number`` if values of all samples were.
+            other Python numbers among its arguments, or has drawn by another seed of the script; else None. The key's
+            field ``moved`` is True if this body has read no value before, ``by_number`` if it has read values of all
+            samples.
         """
         if not (self._comparable or reads.are_of_all) or func in METADATA or name in _CLEARS:
             return None

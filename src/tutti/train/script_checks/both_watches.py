@@ -28,25 +28,34 @@ class BothWatches:
 
     @property
     def size_lines(self) -> list[str]:
-        """The script's lines, at most eight, that have read the size of a tensor with a row for each sample."""
+        """The script's lines, at most eight, that have read the size of a tensor with a row for each sample.
+
+        Lines are given as ``FILE:LINE``, and are those of the present micro-batch.
+        """
         return self._inner.size_lines
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
-        """Enter both modes before the body of a custom training loop runs for a micro-batch.
+        """Enter both function modes before the body of a custom training loop runs for a micro-batch.
+
+        Within them PyTorch hands each call of a function on tensors to ``CrossStepWatch`` and ``CrossWorkerWatch``;
+        ``end`` leaves them.
 
         Args:
-            micro_batch: the micro-batch.
+            micro_batch: the micro-batch whose body follows.
         """
         self._outer.begin_body(micro_batch)
         self._inner.begin_body(micro_batch)
 
     def end(self) -> None:
-        """Leave both modes."""
+        """Leave the function modes ``CrossWorkerWatch`` and ``CrossStepWatch`` after the code for a micro-batch."""
         self._inner.end()
         self._outer.end()
 
     def check(self, loss: Any) -> None:
-        """Raise UsageError if a loss depends on values that either mode refuses; see ``check`` of each.
+        """Raise UsageError if a loss depends on samples of another logical worker (fixed share of the global batch).
+
+        Where the loss depends on values of earlier steps' samples, this is recorded, and data ranks compare the values
+        later; UsageError is raised at once if they cannot compare them.
 
         Args:
             loss: the loss of the micro-batch, as the loss function returns it or ``run.backward`` is given it.
@@ -64,7 +73,7 @@ class BothWatches:
         self._inner.check_divisor(loss, micro_batch)
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
-        """Record in the inner mode the gradients that ``run.backward`` has left in ``.grad``.
+        """Record the gradients that ``run.backward`` has left in ``.grad``, to follow tensors computed from them.
 
         Args:
             gradients: the tensors.
@@ -73,7 +82,7 @@ class BothWatches:
         self._inner.note_gradients(gradients, complete)
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
-        """Raise UsageError if the script's edits of gradients depend on values that the inner mode refuses.
+        """Raise UsageError if the script's edits of complete gradients depend on a single micro-batch of this rank.
 
         Args:
             gradients: the edited gradients of the global batch, by the parameters' names.
@@ -88,19 +97,24 @@ class BothWatches:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
 
         Returns:
-            A function with the arguments and the result of ``loss``; it raises UsageError as ``check`` and
-            ``check_divisor``.
+            A function with the arguments and the result of ``loss``. It raises UsageError if the loss depends on
+            samples of another logical worker (fixed share of the global batch), or on a statistic or constant that
+            makes it no mean over samples (``check``, ``check_divisor``).
         """
         return self._outer.watched(self._inner.watched(loss, work), work)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for ``run.backward``, which enters ``backward`` of both modes."""
+        """Return a context manager for ``run.backward``, in which both modes follow what the script's hooks do.
+
+        Tensors that hooks keep are followed to losses of other micro-batches, and numbers that hooks give to PyTorch
+        are compared with those of earlier steps (``backward`` of each mode).
+        """
         with self._outer.backward(), self._inner.backward():
             yield
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Return a context manager in which neither mode follows tensors."""
+        """Return a context manager for a backward or an update, in which neither mode follows tensors."""
         with self._outer.updating(), self._inner.updating():
             yield

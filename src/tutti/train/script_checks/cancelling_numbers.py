@@ -19,7 +19,7 @@ _MOST = 16
 
 
 def lines_of_cancelling(record: LossCalls, loss: Any) -> frozenset[str]:
-    """Return the lines of the script whose Python numbers cancel in a loss: with others, gradients are the same.
+    """Return the lines of the script whose Python numbers cancel in a loss: other numbers give the same gradients.
 
     An example is the log-sum-exp by hand, ``m + (x - m).exp().sum(1).log()`` with ``m = x.max().item()``: ``m`` is
     another number in each micro-batch, and the loss is the same for any. The loss is computed again from the recorded

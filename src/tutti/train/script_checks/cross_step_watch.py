@@ -472,9 +472,11 @@ class CrossStepWatch(LossWatch):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for ``run.backward``, in which numbers that hooks give to PyTorch are compared.
+        """Return a context manager for ``run.backward``, in which numbers that the script's hooks use are recorded.
 
-        Not of sharded models, whose own hooks run there.
+        They are the Python numbers that hooks give to PyTorch. Data ranks compare them with the gradients, as each rank
+        may have kept them of its own samples in earlier steps. With a sharded model, whose own hooks run in backward,
+        nothing is recorded.
         """
         is_due = self._active and not self._run.replica.sharded
         with self.updating():

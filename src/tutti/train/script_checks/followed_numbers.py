@@ -78,8 +78,8 @@ class FollowedNumbers:
         Args:
             value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is; so
                 is every value with ``TUTTI_DIAGNOSTICS=off``.
-            origins: the number's attribute ``origins``; a line is that where values of a micro-batch met those of
-                another one, as text for an error.
+            origins: the number's attribute ``origins``: for each origin, such as a micro-batch, the line of the script
+                where its values met those of the present micro-batch, as text for an error; or an empty text.
 
         Returns:
             A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.

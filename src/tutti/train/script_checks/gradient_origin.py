@@ -285,12 +285,14 @@ class GradientOrigin:
     # --- gradients that are left for the next body ---
 
     def leave(self, micro_batch: MicroBatch) -> None:
-        """Record the local gradients that a body leaves in ``.grad``, to which the next body's may be added.
+        """Record, at the end of a loop's body, the local gradients in ``.grad``, to which the next body may add.
 
-        Each has the weight of its own micro-batch in the gradient of its global batch. Not collective.
+        A local gradient is of one micro-batch, not reduced over ranks. It is recorded with a copy and with its product
+        by the micro-batch's weight in the global batch, so that ``weighted`` gives each body's part its own weight. Not
+        collective.
 
         Args:
-            micro_batch: the micro-batch of the body.
+            micro_batch: the micro-batch of the body that ends.
         """
         there = [p for p, (gradient, version) in self._made.items() if _is_still(p.grad, gradient, version)]
         weighted = {p: found for p in there if (found := self.weighted(p, micro_batch)) is not None}
@@ -299,7 +301,11 @@ class GradientOrigin:
             self._left[p] = gradient, gradient.clone(), weighted.get(p, torch.zeros_like(gradient))
 
     def weighted(self, parameter: nn.Parameter, micro_batch: MicroBatch) -> Tensor | None:
-        """Return a local gradient times the weight of its micro-batch, plus weighted ones that earlier bodies left.
+        """Return a parameter's part of the global batch's gradient: each body's local gradient by its weight, summed.
+
+        A local gradient is of one micro-batch, not reduced over ranks; its weight is ``MicroBatch.share``. Where the
+        present body has added to a gradient that earlier bodies left in ``.grad`` (``leave``), only the difference has
+        the weight of the present micro-batch.
 
         Args:
             parameter: the parameter, whose ``.grad`` is local.

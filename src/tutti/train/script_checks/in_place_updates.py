@@ -89,10 +89,10 @@ class InPlaceUpdates:
         self._moved, self._sources, self._own = {}, MemoryRecords(), set()
 
     def begin(self, own: set[StorageWeakRef], weights: set[StorageWeakRef]) -> None:
-        """Begin a micro-batch of this rank: forget which tensors the code for the one before has made and read.
+        """Begin a micro-batch of this rank: forget the tensors that code for the previous one has made and read.
 
-        Tensors that it has moved (changed as a function of their former values, or after a read) stay recorded until
-        ``begin_batch``.
+        Tensors that the code has moved (changed as a function of their former values, or after a read) stay recorded
+        until ``begin_batch``.
 
         Args:
             own: storages of the batches and of the run's model, which never count as moved: other checks follow them.
@@ -102,6 +102,8 @@ class InPlaceUpdates:
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Delete the records of writes to tensors whose values the run has just replaced, such as by its update.
+
+        The tensors no longer count as changed in place by the code for a micro-batch.
 
         Args:
             tensors: the tensors.

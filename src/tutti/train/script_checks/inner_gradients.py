@@ -22,14 +22,14 @@ _CURVED = 1e-2
 
 
 def check_inner_gradients(record: LossCalls, loss: Any) -> None:
-    """Check that a loss takes gradients of the script's own (``torch.autograd.grad``) as one device would have them.
+    """Check that a loss with inner gradients (of ``torch.autograd.grad``) is the same for micro-batches of any size.
 
-    The gradient of a mean with respect to inputs is divided by the number of samples, and another one in a micro-batch
-    than in the global batch. The loss, and inputs of the model that are computed from it, must then stay as they are
-    where it has twice the size for all samples but the first, as behind ``sign()`` or ``normalize``. A gradient with
-    respect to parameters is a sum over samples, in which the loss must be linear; the ratio of two norms is not. The
-    recorded calls that depend on the gradient are made again with other values. Not judged are calls that write in
-    place, scripts that multiply by the number of samples, and what the model computes from such gradients.
+    The gradient of a mean with respect to inputs is divided by the number of samples, so that it is larger in a
+    micro-batch than in the global batch. The loss, and inputs of the model that are computed from this gradient, must
+    therefore not depend on its scale, as behind ``sign()`` or ``normalize``: they are computed again with the gradient
+    doubled for all samples but the first. A gradient with respect to parameters is a sum over samples; the loss must be
+    linear in this gradient, as the ratio of two norms is not. Not judged are calls that write in place, scripts that
+    multiply by the number of samples, and the model's outputs for inputs that are computed from such gradients.
 
     Args:
         record: the calls that have computed the loss, after ``finish``.
@@ -37,7 +37,8 @@ def check_inner_gradients(record: LossCalls, loss: Any) -> None:
             scripts declare what a loss counts.
 
     Raises:
-        UsageError: the loss depends on the scale of the gradient of a mean, or is not linear in one of parameters.
+        UsageError: the loss depends on the scale of the gradient of a mean with respect to inputs, or is not linear in
+            a gradient with respect to parameters.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or is_gathered(loss.grad_fn):
         return

@@ -75,9 +75,10 @@ class LoaderWatch:
             )
 
     def watched(self, loss: LossFn, micro_batches: int) -> LossFn:
-        """Return the loss function of ``run.step`` with a check in the steps that are checked.
+        """Return the loss function of ``run.step``, in checked steps wrapped to refuse batches of a second DataLoader.
 
-        To be called once in each step. The first two are checked, and those at the turn of an epoch (``WatchWindows``).
+        Checked are the first two steps, and those at the turn of an epoch (``WatchWindows``). To be called once in each
+        step.
 
         Args:
             loss: the loss function.

@@ -99,7 +99,7 @@ class RecordedCall(NamedTuple):
 
 
 class RecordedForward(NamedTuple):
-    """A call of the model: the first tensor among its arguments that is computed from the batch, and an output."""
+    """A call of the model: the first of its arguments that is a tensor computed from the batch, and one output."""
 
     given: Tensor
     output: Tensor
@@ -161,7 +161,8 @@ class LossCalls(TorchFunctionMode):
         reads_values: whether the script has read values of samples, also of all together, such as a mean.
         reads_sizes: whether the script has read a size of a tensor.
         numbers: floats that the script has given to sums, differences, products and quotients of recorded tensors after
-            it had read values, by their ids; but for those that stand in its code, or were in a variable before.
+            it had read values of samples, by their ids. Left out are floats that stand in the script's code, or that a
+            variable held before the read.
         lines_of_others: lines that have given such floats to other functions.
     """
 
@@ -199,15 +200,27 @@ class LossCalls(TorchFunctionMode):
     # --- the record ------------------------------------------------------------------------------------------------
 
     def has_rows(self, leaf: Any) -> bool:
-        """Return whether a value is a tensor with a row for each sample of the micro-batch."""
+        """Return whether a value is a tensor with a row for each sample of the micro-batch.
+
+        Args:
+            leaf: any value.
+        """
         return type(leaf) is Tensor and leaf.dim() > 0 and len(leaf) == self.samples
 
     def is_known(self, leaf: Any) -> bool:
-        """Return whether a value is a tensor of the batch, of the model's outputs, or one computed from these."""
+        """Return whether a value is a tensor of the batch or of the model's outputs, or is computed from such tensors.
+
+        Args:
+            leaf: any value.
+        """
         return id(leaf) in self._known
 
     def is_constant(self, leaf: Any) -> bool:
-        """Return whether a value is a tensor that the script has made of sizes and numbers alone, as by ``arange``."""
+        """Return whether a value is a tensor that the script has made of sizes and numbers alone, as by ``arange``.
+
+        Args:
+            leaf: any value.
+        """
         return leaf in self._constants
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -346,10 +359,11 @@ class LossCalls(TorchFunctionMode):
         return bool(self.samples <= rows < self._batch_size)
 
     def finish(self) -> None:
-        """End the record: remove the hooks from the model, and leave the function mode. Recorded calls stay.
+        """End the record of calls that compute a loss: remove the hooks from the model, and leave the function mode.
 
-        Other function modes may lie above this one on PyTorch's stack. ``close`` must still be called: a mode cannot be
-        left while it handles a call, as where the script calls ``loss.backward()``.
+        The calls recorded so far stay, for ``replay`` and ``gradients``; ``close`` deletes them, and must be called
+        afterwards. It also leaves the function mode if this call cannot, because the mode is handling a call such as
+        the script's ``loss.backward()``. Other function modes may lie above this one on PyTorch's stack.
         """
         self._recording = False
         for handle in self._handles:
@@ -359,7 +373,10 @@ class LossCalls(TorchFunctionMode):
             self._open = leave_function_mode(self) is None
 
     def close(self) -> None:
-        """End the record as ``finish`` does, and delete the recorded calls. A second call does nothing."""
+        """End the record of calls that compute a loss, and delete the recorded calls. A second call does nothing.
+
+        Removes the hooks from the model, and leaves the function mode.
+        """
         self.finish()
         self._calls, self._constant_calls = [], []
         self.outputs, self.parts, self.forwards, self._inputs, self.inner_gradients = {}, {}, [], [], []
@@ -367,8 +384,9 @@ class LossCalls(TorchFunctionMode):
     def is_part_of_constant(self, constant: Tensor) -> bool:
         """Return whether a constant has equal rows for the micro-batch, and would have unequal ones for the batch.
 
-        Such is ``torch.arange(len(x)) < 8`` where the micro-batch has eight samples. The constant is made again for the
-        samples of the global batch. False for numbers of which it is not known what they would be there.
+        An example is ``torch.arange(len(x)) < 8`` where the micro-batch has eight samples and the global batch more.
+        The recorded calls that have made the constant are made again for the number of samples of the global batch.
+        False where one of their arguments is a number whose value for the global batch is not known.
 
         Args:
             constant: a tensor with a row for each sample, as ``is_constant`` says.
@@ -410,16 +428,20 @@ class LossCalls(TorchFunctionMode):
     # --- the loss for other values ---------------------------------------------------------------------------------
 
     def computes(self, loss: Any) -> bool:
-        """Return whether the recorded calls have computed a loss, or the first tensor of a tuple, without a draw.
+        """Return whether the recorded calls of PyTorch have computed a loss, and no random number was drawn meanwhile.
 
         Args:
-            loss: what the loss function returned, or what the script passed to ``run.backward``.
+            loss: what the loss function returned, or what the script passed to ``run.backward``; of a tuple the first
+                element is looked for among the recorded results.
         """
         first = next(iter(tree_leaves(loss)), None)
         return bool(self._calls) and id(first) in self._known and draws_marker() == self._drawn
 
     def can_repeat(self, loss: Any) -> bool:
-        """Return whether ``computed_again`` can compute a loss from the model's outputs, which are not too large.
+        """Return whether a loss can be computed again from the model's outputs, by ``computed_again``.
+
+        That is so if the recorded calls have computed the loss without a draw, and the outputs have at most
+        ``MOST_ELEMENTS`` elements together.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
@@ -434,8 +456,8 @@ class LossCalls(TorchFunctionMode):
             loss: what the loss function returned, or what the script passed to ``run.backward``.
 
         Returns:
-            The loss (), and a tensor (samples, elements of all outputs) of gradients. None if the loss is another one
-            than before, as where it depends on values that the record does not have.
+            The loss (), and a tensor (samples, elements of all outputs) of gradients. None if the loss has another
+            value than ``loss``, because it depends on values that were not recorded.
         """
         value, found = self.gradients(loss, self.batch_of(None), self.outputs)
         before = read_loss(loss, self.micro_batch)[0].detach()
@@ -443,7 +465,11 @@ class LossCalls(TorchFunctionMode):
         return (value, torch.cat(found, 1)) if same else None
 
     def batch_of(self, row: int | None) -> dict[int, Tensor]:
-        """Return copies of the batch's tensors by id; with ``row`` all samples equal that one."""
+        """Return copies of the micro-batch's tensors by id, as they were before the loss was computed.
+
+        Args:
+            row: index of a sample that replaces every other sample in the copies; None leaves the samples as they are.
+        """
         return {
             key: (leaf if row is None else leaf[row : row + 1].expand_as(leaf)).clone()
             for key, leaf in self._before.items()
@@ -456,13 +482,16 @@ class LossCalls(TorchFunctionMode):
         numbers: Mapping[int, float] = MappingProxyType({}),
         moved: RecordedCall | None = None,
     ) -> None:
-        """Make the recorded calls again with other values, by the recorded tensors' ids, and add the results to these.
+        """Make the recorded calls of PyTorch again with other values of tensors, and put their results into ``values``.
 
         Args:
-            values: tensors of the batch and outputs of the model; a tensor without a value is as it was.
-            calls: those of the recorded calls that are made, in their order; None for all.
+            values: by the id of a recorded tensor, the tensor that takes its place, such as other samples or other
+                outputs of the model; recorded tensors without an entry are used as they are. A result is added under
+                the id of the recorded result.
+            calls: those of the recorded calls that are made, in their order; None makes all.
             numbers: other values of floats that the script has given to PyTorch, by their ids.
-            moved: one of the recorded calls, to whose result other values are added, unequal and of its size.
+            moved: one of the recorded calls, to whose result unequal positive numbers are added, as large as its
+                largest element, to see whether the loss depends on it; None for no such call.
         """
         for call in self._calls if calls is None else calls:
             args, kwargs = tree_map(partial(_newest, values, numbers), (call.args, call.kwargs))
@@ -482,14 +511,15 @@ class LossCalls(TorchFunctionMode):
         numbers: Mapping[int, float] = MappingProxyType({}),
         moved: RecordedCall | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and the gradients of outputs, for other values of batch and outputs.
+        """Compute the loss again by the recorded calls for other samples and outputs; return it with its gradients.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
-            values: tensors of the batch by id.
-            outputs: the model's outputs by id.
-            numbers: other values of floats that the script has given to PyTorch, by their ids (``numbers``).
-            moved: one of the recorded calls, to whose result other values are added, as by ``replay``.
+            values: the tensors of the batch to use, by the ids of the recorded ones.
+            outputs: the model's outputs to use, by the ids of the recorded ones; gradients are with respect to these.
+            numbers: other values of floats that the script has given to PyTorch, by their ids (the attribute
+                ``numbers``).
+            moved: one of the recorded calls, to whose result other values are added, as by ``replay``; None for none.
 
         Returns:
             The loss (), and a tensor (rows, elements of a row) for each output that the loss depends on.
@@ -508,13 +538,19 @@ class LossCalls(TorchFunctionMode):
         return objective.detach(), [each.reshape(len(each), -1) for each in found if each is not None]
 
     def calls_with(self, number: int) -> list[RecordedCall]:
-        """Return the recorded calls that were given a float, by its id."""
+        """Return the recorded calls of PyTorch that had a given float among their arguments.
+
+        Args:
+            number: the ``id`` of the float, a key of the attribute ``numbers``.
+        """
         return [
             call for call in self._calls if any(id(leaf) == number for leaf in leaves_of_call(call.args, call.kwargs))
         ]
 
     def following(self, tensor: Tensor) -> list[RecordedCall]:
-        """Return the recorded calls that have computed from a tensor, in their order, but for those of autograd.
+        """Return the recorded calls whose results depend on a tensor, in the order in which the script made them.
+
+        Calls of ``torch.autograd.grad``, and calls that depend on the tensor by these alone, are left out.
 
         Args:
             tensor: a result of a recorded call.
@@ -528,7 +564,11 @@ class LossCalls(TorchFunctionMode):
         return found
 
     def leading_to(self, wanted: Sequence[Tensor]) -> list[RecordedCall]:
-        """Return the recorded calls that have computed tensors, the last one first."""
+        """Return the recorded calls of PyTorch on whose results some tensors depend, the last call first.
+
+        Args:
+            wanted: the tensors, results of recorded calls.
+        """
         found, ids = list[RecordedCall](), set(map(id, wanted))
         for call in reversed(self._calls):
             if any(id(leaf) in ids for leaf in leaves_of_call((call.result,))):
@@ -543,10 +583,10 @@ def called_models(model: nn.Module) -> list[nn.Module]:
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two gradients are equal but for rounding; False where the second is not finite.
+    """Return whether two gradients are equal but for rounding; False where one of them has a NaN.
 
     Args:
-        one, other: tensors of one shape.
+        one, other: tensors of the same shape.
     """
     most = _SMALL * torch.maximum(one.abs().max(), other.abs().max())
     return bool((one - other).abs().max() <= most)
