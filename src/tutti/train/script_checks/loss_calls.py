@@ -134,7 +134,7 @@ class GivenNumber(NamedTuple):
 
 
 class _UnknownNumber(Exception):
-    """A number of a call may depend on the samples of the micro-batch in another way than as their number."""
+    """Raised for a number that may depend on the micro-batch's samples, and is not the number of the samples itself."""
 
 
 class LossCalls(TorchFunctionMode):

@@ -8,13 +8,18 @@ from typing import Protocol
 
 
 class DecidingNumbers(Protocol):
-    """Numbers of a script whose comparisons ``LossFlow`` looks for, such as the counters of a loop; protocol."""
+    """Protocol of numbers of a script, such as the counters of a loop, whose comparisons ``LossFlow`` looks for."""
 
     def decide(self, node: ast.AST) -> bool:
-        """Return whether an expression has a comparison, or the like, of one of the numbers."""
+        """Return whether an expression of the script decides by one of the numbers, such as by a comparison with it."""
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Follow an assignment of a value, which may be computed from one of the numbers, to a variable."""
+        """Follow an assignment of the script: if its value is computed from one of the numbers, its target is one, too.
+
+        Args:
+            target: the variable, attribute or element that is assigned.
+            value: the expression whose value it gets.
+        """
 
 
 class LossFlow:
@@ -26,7 +31,8 @@ class LossFlow:
         off: lines of ``if`` statements whose branch never runs.
 
     Attributes:
-        line: of the first ``backward`` (or ``return``) of such a value, or under a condition by a number; 0 for none.
+        line: number of the line of the first ``backward`` (with ``returns`` also the first ``return``) whose value
+            depends on such a variable, or which is under a condition on a number; 0 until one is found.
     """
 
     def __init__(self, numbers: DecidingNumbers, returns: bool = False, off: frozenset[int] = frozenset()) -> None:
@@ -34,14 +40,15 @@ class LossFlow:
         self.line = 0
 
     def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
-        """Follow statements in their order.
+        """Follow variables that conditions on the numbers decide through statements, and set ``line`` at a loss.
 
         Args:
-            statements: the statements.
-            conditional: whether they run in some bodies alone.
+            statements: statements of a loop's body or of a function, in their order.
+            conditional: whether a condition on a number decides if they run at all; each variable that they assign then
+                counts as decided by it.
 
         Returns:
-            Whether the statements after these run in some bodies alone, because of a ``continue``.
+            Whether a condition on a number decides if the statements after these run, because of a ``continue``.
         """
         for each in statements:
             match each:

@@ -182,6 +182,8 @@ class LossWatch(EnteredMode):
     def note_result(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Record, after a call of PyTorch, the means and sums over samples that have no gradient (``BatchStatistics``).
 
+        ``check_divisor`` refuses a loss that is divided by such a statistic.
+
         Args:
             name: the function's name.
             args: its positional arguments.
@@ -358,6 +360,8 @@ class LossWatch(EnteredMode):
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
         """Record the gradients that ``run.backward`` has left in ``.grad``. The base class does nothing.
+
+        Subclasses follow tensors that the script computes from the gradients.
 
         Args:
             gradients: the tensors.

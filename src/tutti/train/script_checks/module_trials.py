@@ -88,17 +88,19 @@ class ModuleTrials:
                 self._hooks[module] = module.register_forward_pre_hook(WatchHook(self._try), with_kwargs=True)
 
     def note(self) -> None:
-        """Record the values that the code for the micro-batch has left in the modules so far; ``end`` keeps them.
+        """Record the Python numbers and texts that the code for the micro-batch has left in the modules so far.
 
-        Called before each check of the loss, and after the code for a micro-batch that is not the rank's last one in
-        the global batch. A later call replaces the record.
+        ``end`` keeps them as the values of the micro-batch's logical worker. Called before each check of the loss, and
+        after the code for a micro-batch that is not the rank's last one in the global batch. A later call replaces the
+        record.
         """
         self._left = {module: _values(module) for module in self._begun}
 
     def end(self) -> None:
-        """End a micro-batch: keep the values of the last ``note`` as its worker's own, and remove the trials' hooks.
+        """End a micro-batch: keep the modules' values at the last ``note`` as its worker's own, and remove the hooks.
 
-        Modules that had such a hook in this micro-batch are left out: their trial has recorded the values that the
+        The values are Python numbers and texts in attributes; the hooks are those that ``begin`` has put on modules to
+        try their forwards. Values of modules with such a hook are left out: the trial has recorded the values that the
         logical worker (fixed share of the global batch) would have left on a device of its own.
         """
         if self._key is not None:
@@ -108,7 +110,7 @@ class ModuleTrials:
         self._key, self._hooks = None, {}
 
     def forget(self) -> None:
-        """Drop all recorded values, once the run checks no further micro-batches."""
+        """Drop the recorded numbers and texts of all modules, once the run checks no further micro-batches."""
         self._begun, self._left, self._own = {}, {}, {}
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -106,7 +106,7 @@ class PlainNumbers:
         self._states_before, self._states = self._states, _states(self._generators)
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Begin a micro-batch of a recorded global batch.
+        """Begin a micro-batch of a global batch whose Python numbers are recorded to compare them over ranks.
 
         Args:
             micro_batch: the micro-batch; the numbers of one without samples are not compared.
@@ -121,7 +121,8 @@ class PlainNumbers:
     def note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, samples: bool) -> None:
         """Record, right after a call of PyTorch, whether its result reveals values to the script, or else its shapes.
 
-        Once a call has revealed values, numbers of this micro-batch are no longer compared over ranks.
+        Once a call has revealed values, the Python numbers that the script makes in this micro-batch are no longer
+        compared over ranks, as they may come from these values. Numbers are compared only after equal shapes.
 
         Args:
             name: the function's name; functions that read metadata alone, such as ``size``, must not be passed.
@@ -165,7 +166,9 @@ class PlainNumbers:
         return PlainNumber(line, 0 if known and (self._turn or not self._comparable) else self._shapes, digest)
 
     def number_of_samples(self, value: float) -> PlainNumber:
-        """Return the record of a number that is computed from values of all samples of the present micro-batch.
+        """Return the record of a Python number that was computed from values of all samples of the micro-batch.
+
+        The record has the script's present line; ``reach`` takes it once a loss depends on the number.
 
         Args:
             value: the number.
@@ -193,14 +196,17 @@ class PlainNumbers:
             self._named[name] = digest, reached
 
     def digests(self) -> set[int]:
-        """Return the hashes of the recorded numbers and objects on which losses of this step depend, as a set."""
+        """Return a hash of each recorded Python number or object on which a loss of this step depends, as a set.
+
+        Ranks compare them: a difference shows that a rank has kept values of its own samples.
+        """
         named = {digest for digest, reached in self._named.values() if reached}
         return named.union(each.digest for each in self._reached)
 
     def rows(self) -> list[tuple[int, int, bool]]:
-        """Return the rows that ranks compare: one for each number that losses of this step depend on, and each object.
+        """Return what ranks compare: a row for each Python number on which losses of this step depend, and each object.
 
-        Objects are the Python objects that were given to ``note_state`` in this step.
+        Numbers are those that were given to ``reach``, objects those that were given to ``note_state`` in this step.
 
         Returns:
             A list of tuples (key, digest, flag); empty if this process has drawn from a random generator since the
@@ -216,7 +222,9 @@ class PlainNumbers:
         return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
-        """Return the line ``FILE:LINE``, or the object's name, that a row is of; an empty text if there is none here.
+        """Return the script's line, as ``FILE:LINE``, or the name of the object that a row of ``rows`` describes.
+
+        An empty text if this rank has recorded no such number or object.
 
         Args:
             key: the first element of a tuple that ``rows`` has returned on this rank or another one.

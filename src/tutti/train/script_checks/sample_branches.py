@@ -24,9 +24,10 @@ Stack: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def script_stack() -> Stack:
-    """Return the script's lines that run now, from the one that calls PyTorch to the one that tutti has called.
+    """Return the lines of the script on the call stack, from the line that calls PyTorch outwards.
 
-    Lines of the model's forward count, and those of a loop over ``run.microbatches`` with its callers.
+    The last one is in the function that tutti has called, such as the loss function; in a custom loop, the outermost
+    line of the script. Lines of the model's forward are included.
     """
     found: list[tuple[str, int]] = []
     for frame in calling_frames():

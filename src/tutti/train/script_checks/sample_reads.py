@@ -82,7 +82,9 @@ class SampleReads:
         return count is None or float(count) == self._samples
 
     def note(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, of_samples: bool) -> None:
-        """Record a call of PyTorch by the script or the model, and none of tutti's own, after the call.
+        """Record, after a call of PyTorch, whether it reads values of all samples, or of single samples.
+
+        To be called for calls by the script or the model, not for those in tutti's own code.
 
         Args:
             name: the function's name; functions that read metadata alone, such as ``size``, must not be passed.
@@ -118,32 +120,40 @@ class SampleReads:
             self._reduced.update(made)
 
     def follow(self, given: Iterable[Tensor], result: Any) -> None:
-        """Record tensors that a call has computed, as the micro-batch's own if one that it was given is.
+        """Record whether the tensors in a call's result come from the micro-batch, as they do if an argument does.
+
+        ``check_branches`` refuses conditions on numbers of such tensors only.
 
         Args:
-            given: the tensors that the call was given.
-            result: what it has returned.
+            given: the tensors among the call's arguments.
+            result: what the call has returned.
         """
         if any(each in self._own for each in given):
             self._own.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Take tensors for those of all ranks, on which conditions may depend.
+        """Record that tensors hold values of all ranks from now on, so that conditions on them are allowed.
+
+        Called for a collective of the script. Tensors of this micro-batch alone are those whose conditions
+        ``check_branches`` refuses.
 
         Args:
-            tensors: arguments of a collective, which may write into them; other values are passed over.
+            tensors: arguments of the collective, which may write into them; values that are no tensors are ignored.
         """
         self._own.discard(tensors)
 
     def check_branches(self, loss: Any, step: int) -> None:
-        """Check that no condition on a number of all samples of a part of the global batch decides on its loss.
+        """Check that no condition of the script on a number of all samples of the micro-batch decides on its loss.
+
+        An example is ``if loss.item() > 2``: on one device the number would be one of the global batch.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
             step: the step, from 1.
 
         Raises:
-            UsageError: a condition decides on it (``deciding_condition``), and the loss is a mean over samples.
+            UsageError: such a condition decides on the loss (``deciding_condition``), the loss is a mean over samples,
+                and the micro-batch is only a part of the global batch.
         """
         if self.micro_batch is None or self.micro_batch.whole or not self._places or not self.is_mean(loss):
             return

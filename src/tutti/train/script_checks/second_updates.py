@@ -47,7 +47,10 @@ class SecondUpdates:
         self._computes_after = False
 
     def begin_body(self) -> None:
-        """Forget the updates and reads of the body before."""
+        """Begin a run of the loop's body: forget which parameters the previous run has updated, and read after that.
+
+        In the first call, forward pre-hooks that find such reads are put on the model's modules.
+        """
         self._updated, self._read = {}, None
         if self._hooks is None:
             self._hooks = self._hook()
@@ -71,7 +74,10 @@ class SecondUpdates:
             self._read = None if found is None else (found, script_line())
 
     def note_step(self, members: Iterable[nn.Parameter]) -> None:
-        """Record that ``optimizer.step()`` updates parameters in the present body, or does so in the rank's last one.
+        """Record that the loop's body has called ``optimizer.step()`` for parameters; a later read of one is noted.
+
+        Only the call in the rank's last body of a global batch makes the update; calls in earlier bodies are recorded
+        likewise.
 
         Args:
             members: the parameters, as the script's model has them.
@@ -79,7 +85,9 @@ class SecondUpdates:
         self._updated |= {id(p): self._names.get(id(p), "a parameter") for p in members}
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a read of an updated parameter by a call of PyTorch outside of tutti's own code.
+        """Record a call of PyTorch that reads a parameter for which this body has called ``optimizer.step()`` before.
+
+        Calls in the code of tutti and of PyTorch's optimizers do not count. Only the first read of a body is kept.
 
         Args:
             func: the function of PyTorch.
@@ -94,7 +102,11 @@ class SecondUpdates:
                 return
 
     def end_batch(self) -> None:
-        """Remove the hooks after the first global batch if no gradient of it was computed after an update."""
+        """End a global batch: remove the forward hooks if no body so far has computed a gradient after an update.
+
+        The hooks find reads of updated parameters, which are wrong only where a gradient is computed afterwards. A body
+        that begins to do so in a later global batch is refused by ``check``.
+        """
         if self._hooks and not self._computes_after:
             for each in self._hooks:
                 each.remove()
@@ -104,8 +116,8 @@ class SecondUpdates:
         """Check, before a gradient is computed, that nothing in the body has read parameters after their update.
 
         Raises:
-            UsageError: the body has read a parameter that an ``optimizer.step()`` of it has updated; or it begins to
-                compute gradients after an update later than in the first global batch.
+            UsageError: the body has read a parameter after its own ``optimizer.step()`` for this parameter; or, later
+                than in the first global batch, a body computes a gradient after an update for the first time.
         """
         if not self._updated:
             return

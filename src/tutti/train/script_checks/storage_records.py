@@ -26,7 +26,7 @@ def _own(tensor: Tensor) -> Tensor:
 class MemoryRecords(dict[StorageWeakRef, _R]):
     """Dict from a tensor's storage (a weak reference) to a record, from which ``drop_freed`` removes freed storages.
 
-    It must be called regularly: a weak reference keeps a storage's header in memory, and with glibc before 2.38 the
+    Call ``drop_freed`` regularly: a weak reference keeps a storage's header in memory, and with glibc before 2.38 the
     freed block between two headers is not used for another tensor of the same size, so that memory would grow with each
     intermediate result of a forward.
     """
