@@ -140,7 +140,7 @@ class BatchStatistics:
         return memory is not None and self._divided.get(memory) is not None
 
     def _is_of(self, source: StorageWeakRef, divisors: Sequence[Any]) -> bool:
-        """Return whether a divisor is a statistic that was computed from the tensor with this memory."""
+        """Return whether any of these divisors is a statistic that was computed from the tensor with this memory."""
         return any(found is not None and found[1] == source for found in map(self._statistic, divisors))
 
     def _statistic(self, value: Any) -> tuple[float, StorageWeakRef] | None:
@@ -170,7 +170,7 @@ class BatchStatistics:
         return None
 
     def _divisor_beside_ones(self, value: Any) -> float | None:
-        """Return a statistic's value if it differs from that of samples that are all one; None for any other value."""
+        """Return a statistic's value, unless it is the value for samples that are all one; None for other tensors."""
         found = self._statistic(value)
         return None if found is None or math.isclose(float(value), found[0], rel_tol=1e-5) else float(value)
 

@@ -132,7 +132,7 @@ class BodyComparison:
                 self._schedulers = [(each, _steps_of(each)) for each in own]
 
     def _shares_generators(self) -> bool:
-        """Return whether a generator of the script draws for several workers here, or ranks share a worker."""
+        """Return whether this rank computes several workers, or shares a worker, so that workers share generators."""
         return len(self._run.feed.workers) > 1 or self._run.feed.contract.shared
 
     def end_body(self) -> None:
@@ -212,7 +212,10 @@ class BodyComparison:
         self._at_forward = None
 
     def _check_counted_step(self) -> None:
-        """Raise UsageError if the script updates in every n-th body, which are other ones on another rank."""
+        """Raise UsageError if the script makes its updates in every n-th run of the loop's body only.
+
+        Ranks run the body unequally often, so that the n-th run of one rank is not in the global batch of another's.
+        """
         if self._passes_over and self._looked < _LOOKS:
             self._looked += 1
             if line := counting_condition():
@@ -251,9 +254,13 @@ class BodyComparison:
         )
 
     def _check_settings(self, index: int) -> None:
-        """Raise UsageError if an optimizer (-1: one of all) has other settings than at this place of the first body.
+        """Raise UsageError if an optimizer's settings differ from those at the same call of the first body.
 
-        Those of the optimizers that have stepped before it in this body may be for their next update.
+        Settings are, for example, learning rates. Those of other optimizers are not compared: a body may have stepped
+        these already, and set them for their next update.
+
+        Args:
+            index: the optimizer's position among those passed to ``tutti.prepare``; -1 for all optimizers.
         """
         now, place = self._run.shared_settings.text(index), len(self._events)
         before = self._settings.setdefault(place, now)
@@ -270,7 +277,8 @@ class BodyComparison:
     def _check_counted_settings(self) -> None:
         """Raise UsageError if settings or trained parameters change between batches by a count of bodies.
 
-        Searched is only where they change after global batches in which they have stayed.
+        The script's source is searched for such a count only when settings change after global batches without a
+        change.
         """
         now, before = (self._run.shared_settings.text(), self._trained()), self._kept
         self._kept = now
@@ -288,7 +296,8 @@ class BodyComparison:
     def _check_schedulers(self) -> None:
         """Raise UsageError if two bodies of one of the first global batches have each stepped a scheduler.
 
-        A step to a count of its own, such as ``scheduler.step(run.global_step / n)``, leads to the same in every body.
+        Steps to a given position, such as ``scheduler.step(run.global_step / n)``, are allowed: they set the same
+        position in every body.
         """
         moved = [(each, count) for each, before in self._schedulers if (count := _steps_of(each)) != before]
         if self._first is None:
@@ -360,7 +369,7 @@ class BodyComparison:
     # --- trained parameters ----------------------------------------------------------------------------------------
 
     def _watch_forward(self) -> None:
-        """Hook the parts, to record ``requires_grad`` at the first forward since the last recorded call."""
+        """Hook the model to record every ``requires_grad`` at the first forward after a backward or optimizer step."""
         if not self._hooked:
             self._hooked = True
             for part in self._run.replica.parts:
@@ -453,7 +462,7 @@ def _steps_of(scheduler: LRScheduler) -> int:
 
 
 def _is_called_by_scaler() -> bool:
-    """Return whether ``GradScaler.step`` of an enabled scaler is on the call stack; a disabled one only passes on."""
+    """Return whether ``GradScaler.step`` of an enabled scaler is on the call stack."""
     frame = inspect.currentframe()
     code = inspect.unwrap(torch.amp.GradScaler.step).__code__
     while frame is not None and frame.f_code is not code:

@@ -301,7 +301,7 @@ def _counted_backward(loop: ast.For, file: str, draws: bool, off: frozenset[int]
 
 
 def _switched_off(loop: ast.For, file: str, frame: FrameType) -> frozenset[int]:
-    """Return the lines of a loop's ``if`` statements that settings of the script, which the loop leaves, make false."""
+    """Return the lines of a loop's ``if`` statements that are false by settings which the loop does not change."""
     stored = {ast.unparse(each) for each in ast.walk(loop) if isinstance(getattr(each, "ctx", None), ast.Store)}
     names = {name: value for name, value in (frame.f_globals | frame.f_locals).items() if name not in stored}
     counters = _counters(loop, file)
@@ -321,7 +321,10 @@ def _switched_off(loop: ast.For, file: str, frame: FrameType) -> frozenset[int]:
 
 
 def _setting_of(node: ast.expr, names: dict[str, Any], stored: set[str]) -> tuple[Any, ...]:
-    """Return a constant, or the number, text or None in a variable or attribute that is not ``stored``; () for none."""
+    """Return, as a tuple of one, the value of a constant, or of a variable or attribute that is not in ``stored``.
+
+    The value is a number, a text or None; an empty tuple for any other expression.
+    """
     found: tuple[Any, ...] = ()
     match node:
         case ast.Constant(value=value):
@@ -345,7 +348,10 @@ def _loops(file: str) -> list[ast.For]:
 
 
 def _replaced(statement: ast.AST) -> list[ast.expr]:
-    """Return the variables that a statement of a loop's body sets to values of their own, or to counts of batches."""
+    """Return the variables to which a statement assigns a value that does not depend on their former one.
+
+    Variables that are assigned a count of global batches, such as ``run.global_step``, are included in any case.
+    """
     if not isinstance(statement, ast.Assign):
         return []
     read = {*words_in(statement.value)}
@@ -362,14 +368,13 @@ class _Counters:
 
     These are the number of ``enumerate``; a variable or attribute that every body adds a constant to; ``next`` of an
     ``itertools.count`` in the file, also as a member of ``zip``; and the length of a list that every body appends to.
-    A variable or list that the body sets anew before, such as a denominator or the losses of its parts, is none; nor is
-    a number of ``enumerate`` that the body replaces.
-    With ``draws`` numbers that every body draws from a generator of the script's own count, too.
+    A variable or list that the body sets anew before, such as a denominator or the losses of its parts, does not count;
+    nor does a number of ``enumerate`` that the body replaces.
 
     Args:
         loop: the loop.
         file: its source file.
-        draws: whether they do.
+        draws: whether numbers that every body draws from a generator of the script's own are included.
     """
 
     def __init__(self, loop: ast.For, file: str, draws: bool = False) -> None:
@@ -424,7 +429,7 @@ class _Counters:
         return _is_count(node) or ast.unparse(node) in self._counts
 
     def are_in(self, node: ast.AST) -> bool:
-        """Return whether an expression has such a number."""
+        """Return whether an expression contains one of the numbers that each body counts up."""
         return any(self._is_counter(each) for each in ast.walk(node))
 
     def _is_counter(self, node: ast.AST) -> bool:
@@ -440,12 +445,12 @@ class _Counters:
         return False
 
     def takes_remainder(self, test: ast.expr) -> bool:
-        """Return whether a condition tests the remainder of one of these numbers."""
+        """Return whether a condition tests the remainder of a number that each body counts up."""
         remainders = (each for each in ast.walk(test) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod))
         return any(self.are_in(each.left) for each in remainders)
 
     def decide(self, node: ast.AST) -> bool:
-        """Return whether an expression has a comparison, a remainder or a floor division of one of these numbers."""
+        """Return whether an expression compares a number that each body counts up, or divides it with remainder."""
         for each in ast.walk(node):
             match each:
                 case ast.Compare() | ast.BinOp(op=ast.Mod() | ast.FloorDiv()) if self.are_in(each):
@@ -453,7 +458,7 @@ class _Counters:
         return False
 
     def decide_later(self, test: ast.expr) -> bool:
-        """Return whether a condition decides by one of these numbers, other than on the first body (``== 0``)."""
+        """Return whether a test has a number that each body counts up, other than ``== 0`` for the first body."""
         for each in ast.walk(test):
             match each:
                 case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]) if self._is_counter(
@@ -465,7 +470,7 @@ class _Counters:
         return False
 
     def are_passed(self, argument: ast.expr) -> bool:
-        """Return whether an argument of a call has one of these numbers, not divided to count something else."""
+        """Return whether an argument of a call contains a number that each body counts up, and no division of it."""
         divided = any(isinstance(each, ast.FloorDiv | ast.Mod) for each in ast.walk(argument))
         return not divided and self.are_in(argument)
 
@@ -480,7 +485,7 @@ class _Counters:
 
 @cache
 def _counters(loop: ast.For, file: str) -> _Counters:
-    """Return the counters of a loop, which are read alone."""
+    """Return the numbers that each body of a loop counts up; the object is cached, and must not be changed."""
     return _Counters(loop, file)
 
 

@@ -157,9 +157,10 @@ class BodyLossComparison:
         return self._other.key._replace(moved=True) if moves else None
 
     def _other_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MicroBatchKey | None:
-        """Return the first body's micro-batch, if that body has given other values to PyTorch in this line; or None.
+        """Return the first body's micro-batch if that body has given other values to PyTorch in the present line.
 
-        The samples may decide how often a line runs, and the shapes there.
+        The calls are compared line by line and without their shapes, because the samples may decide how often a line
+        runs. None if the values are equal, or the first body has made fewer calls in the line.
         """
         values = tuple(found for each in leaves_of_call(args, kwargs) if (found := self._value(each)) is not None)
         if not values:

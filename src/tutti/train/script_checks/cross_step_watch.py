@@ -86,7 +86,7 @@ class _Origin(NamedTuple):
     Attributes:
         kept: the kept values from which it was computed.
         samples: whether it was computed from samples, of this step or an earlier one.
-        numbers: the Python numbers from which it was computed, but for those that are followed.
+        numbers: the Python numbers from which it was computed, without those of ``FollowedNumbers``.
     """
 
     kept: frozenset[_Kept] = frozenset()
@@ -392,7 +392,7 @@ class CrossStepWatch(LossWatch):
         return id(tensor) in self._leaves and self._leaves[id(tensor)]() is tensor
 
     def _in_stages(self) -> bool:
-        """Return whether one stage's rank alone calls the loss function."""
+        """Return whether the loss function of ``run.step`` is called on the ranks of one pipeline stage alone."""
         return self._run.context.mesh.stage > 1 and not self._run.custom.within_batch
 
     def _refuse_trained(self, where: str) -> NoReturn:
@@ -526,8 +526,8 @@ class CrossStepWatch(LossWatch):
         """Return the origin of a result that is computed from tensors and numbers.
 
         Args:
-            values: the arguments, of which others count nothing.
-            with_ints: whether ints are values, and not sizes or indices.
+            values: the arguments of the call; those that are no tensors or numbers are passed over.
+            with_ints: whether the call takes ints as values, and not as sizes or indices.
         """
         kept, samples, numbers = frozenset[_Kept](), False, frozenset[PlainNumber]()
         for each in values:
@@ -586,10 +586,10 @@ class CrossStepWatch(LossWatch):
         return _Origin(frozenset((kept,)), samples=True)
 
     def _was_constant(self, line: str, tensor: Tensor, digest: int) -> bool:
-        """Return whether a line has had one tensor of this shape in all steps before, and has another one now.
+        """Return whether a line, at the turn of an epoch, reads another tensor than the same one of all steps before.
 
-        At the turn of an epoch alone, where scripts compute weights of classes and thresholds anew. Samples, which the
-        script may bring from elsewhere, would have been others in each step.
+        There scripts compute constants such as class weights and thresholds anew. A line that reads samples, which a
+        script may bring from elsewhere, has read other values in each step.
         """
         before = self._read_before.get(line, [])
         one = len(before) >= _CONSTANT and all(each == before[0] for each in before)
@@ -597,10 +597,10 @@ class CrossStepWatch(LossWatch):
         return self._run.lifecycle.windows.is_open and len(former) == 1 and digest not in former
 
     def _note_step(self, name: str, parameters: Sequence[Tensor]) -> None:
-        """Record a step of an optimizer outside of the run.
+        """Record a step of an optimizer that ``tutti.prepare`` was not given, on tensors outside of the model.
 
-        In stages the last one's rank has the gradients of the loss. What no loss depends on, such as another model
-        beside the run, each rank trains by gradients of its own.
+        Raises UsageError if ranks cannot compare these tensors. With pipeline stages only tensors on which a loss
+        depends count: a rank may train others, such as another model beside the run, by gradients of its own.
 
         Args:
             name: the optimizer's class.
@@ -623,14 +623,17 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 class _LineValues(NamedTuple):
-    """Digests of the values that a line reads on one rank: those kept from an earlier step, and all."""
+    """Digests of the values that a line reads on one rank: ``kept`` from an earlier step, and all (``seen``)."""
 
     kept: set[int]
     seen: set[int]
 
 
 def _line_key(line: str) -> int:
-    """Return a key of a line; those of optimizers' steps come first, as they are why later lines read other values."""
+    """Return a key of a line; optimizers' steps have negative keys, and so come first in an order by keys.
+
+    A difference there explains those of later lines.
+    """
     return -name_key(line) if _STEP in line else name_key(line)
 
 
@@ -649,8 +652,8 @@ def _by_line(rows: Iterable[Sequence[int]]) -> dict[int, _LineValues]:
 def _differ(key: int, ranks: Sequence[_LineValues | None]) -> bool:
     """Return whether two ranks have each kept a value that the other rank's line does not read.
 
-    For a Python number it suffices that one of the two ranks has. Whether a tensor counts as kept may differ: memory
-    that one rank has filled anew has the former values on another.
+    For a Python number it suffices that one rank has kept such a value. For a tensor it does not, as ranks may differ
+    in whether it counts as kept: memory that one rank has filled anew may have its former values on another rank.
     """
     there = [each for each in ranks if each is not None]
     pairs = list(itertools.combinations(there, 2))

@@ -402,9 +402,9 @@ class CrossWorkerWatch(LossWatch):
         self._scaled[index] = micro_batch.worker, first, now
 
     def _scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> list[float]:
-        """Return the constants that scale the terms of a loss; an empty list if a tensor of unknown origin is one.
+        """Return the constant that scales each term of a loss; an empty list if one comes from a tensor of elsewhere.
 
-        A constant is the product of a term's divisors, for a sum divided by its samples or targets.
+        The constant is the product of a term's divisors; for a sum it is divided by the number of samples or targets.
         """
         # Without a read of the samples a number is no number of theirs.
         numbers = self._factors if self._statistics.reads_values else ()
@@ -484,7 +484,8 @@ class CrossWorkerWatch(LossWatch):
     def _follow_counts(self) -> None:
         """Follow the Python numbers of the model's modules that the code for this micro-batch has changed.
 
-        Not what a body of a loop writes after its backward, where it may be the rank's last: that is for all workers.
+        Numbers that a loop's body writes after its backward are not followed if the body may be the rank's last one:
+        they count as written between two batches, for all workers.
         """
         for part in self._run.replica.parts:
             for name, module in part.named_modules():
@@ -571,9 +572,9 @@ class CrossWorkerWatch(LossWatch):
         return result
 
     def _goes_on(self, generator: Any) -> _Origins:
-        """Return the other micro-batch whose code has drawn from a generator, which goes on from there; else nothing.
+        """Return the other micro-batch after whose draws a generator goes on, with the script's line.
 
-        A generator that the script has seeded since does not count.
+        An empty dict for a generator from which no other micro-batch has drawn, or that was seeded since.
         """
         _, key, state = self._drawn.get(id(generator), (None, self._here, None))
         if state is None or key == self._here or not torch.equal(state, generator.get_state()):
@@ -609,12 +610,15 @@ class CrossWorkerWatch(LossWatch):
         self._refuse_moved(what, script_line())
 
     def _gathered(self, tensors: Iterable[Tensor]) -> set[StorageWeakRef | None]:
-        """Return memory that may be that of gathered weights: of tensors of a sharded model that no call has made."""
+        """Return the memory of tensors that may be gathered weights of a sharded model, as no call has made them."""
         computed = (tensor for tensor in tensors if self._run.replica.sharded and tensor.grad_fn is not None)
         return {memory for tensor in computed if (memory := memory_of(tensor)) not in self._found}
 
     def _origins(self, tensors: Iterable[Tensor]) -> _Origins:
-        """Return the micro-batches from which tensors were computed, each with the line where another's met them."""
+        """Return the micro-batches on which tensors depend, each with the script's line that has mixed it with another.
+
+        The line of the present micro-batch may be empty.
+        """
         found: _Origins = {}
         for tensor in tensors:
             leaf, key = self._leaves.get(id(tensor), (None, None))
@@ -629,7 +633,7 @@ class CrossWorkerWatch(LossWatch):
         return self._with_line(found)
 
     def _with_line(self, found: Mapping[MicroBatchKey, str]) -> _Origins:
-        """Return origins in which each other micro-batch has a line of the script: the present one if it had none."""
+        """Return origins with the script's present line for each other micro-batch that has no line yet."""
         if all(key == self._here or line for key, line in found.items()):
             return dict(found)
         line = script_line()

@@ -305,7 +305,8 @@ class LossWatch(EnteredMode):
     def _times_samples(self, scaled: Scaled, samples: int) -> float | None:
         """Return the factor on a mean that is the micro-batch's number of samples, or its part of the global batch.
 
-        Only of a number that was read in the same line; None for other factors.
+        Only a number by which a line scales that also reads a size; None for other factors, and where the loss is also
+        divided by the number as often.
         """
         for number in self._by_sizes if scaled.is_mean else ():
             as_factor, as_divisor = (
@@ -317,7 +318,7 @@ class LossWatch(EnteredMode):
         return None
 
     def _constant_factor(self, scaled: Scaled, samples: int) -> float | None:
-        """Return the factor on a sum over samples where it is the script's constant, and not that of a mean."""
+        """Return the factor on a sum over samples if it is a constant of the script and makes no mean; else None."""
         if any(map(self._may_be_size, scaled.divisors)) or not scaled.is_sum or not scaled.divisors:
             return None
         divisor = math.prod(scaled.divisors)
@@ -329,12 +330,15 @@ class LossWatch(EnteredMode):
         return 1 / divisor if of_script and not is_mean else None
 
     def _computed_divisor(self, scaled: Scaled) -> float | None:
-        """Return a mean or a sum over the samples that divides a loss, and is no number that the source has, too."""
+        """Return the value of a mean or sum over samples that divides a loss; None without one.
+
+        Numbers that stand in the script's source are passed over.
+        """
         divisors = tuple(each for each in scaled.divisors if not self._is_written(each))
         return self._statistics.divisor_of(scaled._replace(divisors=divisors))
 
     def _may_be_size(self, number: float) -> bool:
-        """Return whether a divisor may be a number of samples: the script has read sizes, and has not written it."""
+        """Return whether a divisor may be a number of samples: a size was read, and the source has no such number."""
         return self._reads_sizes and not self._is_written(number)
 
     def _is_written(self, number: float) -> bool:

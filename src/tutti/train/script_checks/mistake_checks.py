@@ -207,7 +207,10 @@ class Checks:
                 seen += _digests(micro_batch.batch, min(_SAMPLES - len(seen), micro_batch.samples))
 
     def _same_data(self, given: bool) -> bool:
-        """Compare the first samples of all workers; return whether each has seen enough. Collective: an all-gather."""
+        """Warn if two workers have the same first samples. Collective: an all-gather.
+
+        Returns whether each worker has seen enough samples for the comparison.
+        """
         contract, comm = self._run.feed.contract, self._run.context.comms.replica
         table = torch.zeros(len(contract.mine(0)), 2, dtype=torch.int64)
         for row, seen in zip(table, self._first.values(), strict=False):
@@ -572,7 +575,10 @@ def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
 
 
 def _whole_and_parts(sums: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return the mean of the first (sum, count), and that of all others together; None without others."""
+    """Return the mean of the first (sum, count) pair, and the mean of all later pairs together.
+
+    None if there are no later pairs.
+    """
     if len(sums) < 2:
         return None
     (total, count), *parts = sums

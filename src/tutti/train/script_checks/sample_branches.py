@@ -137,7 +137,7 @@ class _ReadNumbers:
         return False
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Follow an assignment: what is computed from a number of the samples is one, too."""
+        """Follow an assignment: a variable counts as a number of the samples while its value is computed from one."""
         pairs = [(target, value)]
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             pairs = list(zip(target.elts, value.elts, strict=True))
@@ -161,7 +161,7 @@ class _Called:
         return any(isinstance(each, ast.Call) and has_line(each, self._line) for each in ast.walk(node))
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Do nothing: what the call decides on is followed by ``LossFlow``."""
+        """Do nothing: ``LossFlow`` follows the variables on which the function's result decides."""
 
 
 def _asks_for_any(node: ast.Compare) -> bool:

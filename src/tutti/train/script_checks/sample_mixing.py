@@ -166,7 +166,7 @@ def _mixes_inputs(record: LossCalls) -> bool:
 def _selects(record: LossCalls, loss: Any, whole: Tensor) -> bool:
     """Return whether a sample's gradient changes where other samples' outputs move.
 
-    Examines the samples with the largest and the smallest gradient: a selection has left out the latter.
+    Examines the samples with the largest and the smallest gradient: a selection leaves out the latter sample.
 
     Args:
         record: the calls that have computed the loss.

@@ -63,7 +63,7 @@ def check_places(record: LossCalls, loss: Any) -> None:
 
 
 def _is_part(record: LossCalls, leaf: Any) -> bool:
-    """Return whether an argument is a constant by places that shows its unequal rows in the global batch alone."""
+    """Return whether an argument is a constant with equal rows here, and unequal ones for the global batch."""
     with suppress(Exception):
         return record.is_constant(leaf) and record.has_rows(leaf) and record.is_part_of_constant(leaf)
     return False
@@ -139,7 +139,7 @@ def _line_of_part(record: LossCalls, loss: Tensor) -> str:
 
 
 def _prefers_places(record: LossCalls, loss: Tensor, outputs: dict[int, Tensor], groups: list[int]) -> bool:
-    """Return whether equal samples get unequal gradients, which are not those of equal groups of neighbours.
+    """Return whether equal samples get gradients that differ, and do not repeat over groups of neighbours either.
 
     Args:
         record: the calls of the loss function or body.
@@ -212,7 +212,13 @@ def _check_single(record: LossCalls, loss: Tensor) -> None:
 
 
 def _again(record: LossCalls, loss: Tensor, once: set[int]) -> float:
-    """Return the loss of a single sample that is there twice, but for the outputs ``once``; of all: not twice."""
+    """Return the loss of a batch that has its single sample twice, computed by the recorded calls.
+
+    Args:
+        record: the recorded calls.
+        loss: the loss.
+        once: ids of outputs that are not doubled; if these are all outputs, the sample is not doubled at all.
+    """
     values = {key: output.detach().clone() for key, output in record.outputs.items()} | record.batch_of(None)
     if once != set(record.outputs):
         values = {k: v if k in once else v.repeat(2, *[1] * (v.dim() - 1)) for k, v in values.items()}

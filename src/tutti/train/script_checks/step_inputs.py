@@ -98,7 +98,11 @@ class StepInputs(EnteredMode):
             self._batch = memories_of(tensor for each in micro_batches for tensor in batch_tensors(each.batch))
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context manager for forwards, backwards and the update of ``run.step``, after ``begin_batch``."""
+        """Return a context manager for forwards, backwards and the update of ``run.step``.
+
+        Within it the mode follows tensors from the samples, so that an optimizer's step that reads one raises
+        UsageError. Does nothing if ``begin_batch`` has decided that the update is not watched.
+        """
         return self._watched() if self._is_due else _UNWATCHED
 
     @contextmanager
@@ -116,7 +120,9 @@ class StepInputs(EnteredMode):
             self.enter()
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context manager for the code of an optimizer's step, which must read no values of samples.
+        """Return a context manager for an optimizer's step, which raises UsageError where it reads values of samples.
+
+        Gradients may be read. Does nothing if the update is not watched.
 
         Args:
             optimizer: the script's optimizer, which an error names.

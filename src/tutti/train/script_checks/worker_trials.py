@@ -148,9 +148,10 @@ class WorkerTrials:
         )
 
     def _watched_over_steps(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
-        """Return the check of a rank with one worker: of which numbers that have changed since step 1 a loss depends.
+        """Return ``guarded`` with the check of a rank with one worker, for numbers that have changed since step 1.
 
-        Ranks compare them, as each may have kept other ones of its samples (``CrossStepWatch.note_state``).
+        The check finds out on which of these numbers the loss depends. Ranks compare the numbers, as each rank may have
+        kept them of its own samples (``CrossStepWatch.note_state``).
         """
         run, own = self._run, self._run.gradient_sync.loss_normalisation == "worker"
         turn = run.lifecycle.windows.is_open
@@ -179,9 +180,10 @@ class WorkerTrials:
         return watch
 
     def _watched_alone(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
-        """Return the check of a rank that shares a worker: whether losses depend on what a forward has changed.
+        """Return ``guarded`` with the check of a rank that shares a worker: losses must not depend on kept objects.
 
-        The worker's next micro-batch may be on another rank, which has persistent buffers from here and nothing else.
+        These are Python objects that a forward has changed, and buffers that are not persistent. The worker's next
+        micro-batch may be on another rank, which gets only persistent buffers from this rank.
         """
         run = self._run
 

@@ -121,7 +121,10 @@ class WrittenParameters:
         return self._run.lifecycle.step_context.samples < self._run.context.workers
 
     def _epoch_begins(self) -> bool:
-        """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
+        """Return whether the coming step is the first of an epoch whose parameters are to be compared.
+
+        After the first few epochs only steps that are far enough from the last one compared.
+        """
         run = self._run
         if run.data_position.batch or (self._epochs >= _FIRST and run.local_step < self._digested + _APART):
             return False
@@ -285,7 +288,7 @@ def _refuse_moved(run: Run, named: NamedParameters, before: Sequence[int]) -> No
 
 
 def _plain_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of the modules but for tables whose own forward keeps their rows within a norm."""
+    """Return the parameters of the modules, without embeddings whose forward limits the norm of their rows."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     kept = {m.weight for part in parts for m in part.modules() if isinstance(m, tables) and m.max_norm is not None}
     return [(name, p) for name, p in parameters(parts) if p not in kept]
