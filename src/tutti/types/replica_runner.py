@@ -42,7 +42,7 @@ class GradientReadyHook(Protocol):
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Take note that autograd has accumulated a gradient into ``parameter.grad``.
+        """Receive a parameter whose gradient a backward has accumulated into ``parameter.grad``.
 
         The gradient is the sum over the micro-batches whose backwards have run since ``.grad`` was None. In the
         backward of the rank's last micro-batch of a step, a strategy that all-reduces gradients may start the
@@ -63,14 +63,14 @@ class SilentHook:
     """
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing.
+        """Do nothing at the announcement of a logical worker's last backward, as no reduction starts during it.
 
         Args:
             part: unused.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing.
+        """Do nothing when a backward has accumulated a gradient: it is read from ``.grad`` after the backward.
 
         Args:
             parameter: unused.
@@ -97,7 +97,7 @@ class EditRecords(Protocol):
         ...
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Delete the records of edits of tensors to which tutti has given new values. Not collective.
+        """Delete the records of the script's edits of tensors, as tutti has given them new values. Not collective.
 
         Args:
             tensors: the tensors, such as gradients that have just been reduced.

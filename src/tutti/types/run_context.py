@@ -36,7 +36,7 @@ class RunContext:
         synchronous: whether every rank makes all steps of the run; False with asynchronous parameter servers that count
             the steps of all workers together.
         trial: ``trial(model, most=None)`` calls the run's loss function on ``model`` with the first micro-batch of the
-            training data, or with at most ``most`` samples of that; it is not collective. None without a loss function.
+            training data, cut to ``most`` samples if that is given. Not collective. None without a loss function.
         forward_trial: the function ``trial`` where the run has a loss function; otherwise a function with the same
             arguments that calls ``model`` on the inputs of the first micro-batch.
         shards_parameters: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device

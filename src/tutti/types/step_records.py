@@ -90,7 +90,10 @@ class StepStats:
     gradient_variance: GradientVariance | None = None
 
     def known(self) -> StepStats:
-        """Return these results as numbers in host memory: this object itself; ``PendingStats`` waits for the device."""
+        """Return the step's results as numbers in host memory, which is this object itself.
+
+        The subclass ``PendingStats``, whose results are still on the device, waits for them.
+        """
         return self
 
 
