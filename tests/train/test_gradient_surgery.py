@@ -192,7 +192,7 @@ def declared(kinds: list[str]) -> list[str]:
                 loss = DECLARED[kind][0](error)
                 reached = [p for name, p in model.named_parameters() if not name.startswith("second")]
                 for parameter, gradient in zip(reached, torch.autograd.grad(loss, reached), strict=True):
-                    parameter.grad = gradient
+                    parameter.grad = gradient.detach()
                 run.reduce_gradients()
                 optimizer.step()
             found.append("")

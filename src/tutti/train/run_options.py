@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,7 +46,7 @@ _TEXTS = {
     "gradient_noise": "'multiplicative:base_batch=512'",
     "activation_checkpointing": "'blocks' or 'selective', or a list of modules' names and classes",
 }
-"""Options that no number can be, and what may be given."""
+"""Options that no number can be, nor a switch, and what may be given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +110,13 @@ class RunOptions:
             raise UsageError(f"clip is {shown}", remedy="give a number above 0, or None")
         # "no" and "false" would count as true.
         for name in ("shuffle", "drop_last", "channels_last", "identical_batches", "reproducible"):
-            if getattr(self, name) not in (True, False, None):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Integral | np.bool_) and int(value) in (0, 1)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="give True or False")
         for name, example in _TEXTS.items():
             if isinstance(getattr(self, name), Real):
-                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy=f"give text such as {example}")
+                remedy = f"give text such as {example}; without it the default is {getattr(type(self), name)!r}"
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy=remedy)
 
     @cached_property
     def lr_rule(self) -> NoRule:

@@ -15,6 +15,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
@@ -25,6 +26,7 @@ from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import is_mean_over_samples, loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import FunctionModesDisabled, is_dtensor, local_tensor, tensor_version, tree_leaves
+from tutti.train.script_checks.storage_records import memories_of
 from tutti.train.script_checks.watched_calls import Root
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
@@ -65,8 +67,8 @@ class GradientOrigin:
         # for the loss whose backward runs. An error that has been raised would hold the script's frames.
         self._unfit: dict[nn.Parameter, tuple[Tensor, Callable[[], UsageError]]] = {}
         self._error: Callable[[], UsageError] | None = None
-        # Such gradients that ``torch.autograd.grad`` has returned.
-        self._unfit_made: list[tuple[ref[Tensor], Callable[[], UsageError]]] = []
+        # Memory of such gradients that ``torch.autograd.grad`` has returned.
+        self._unfit_made: list[tuple[StorageWeakRef, Callable[[], UsageError]]] = []
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
         self._mixed: dict[nn.Parameter, str] = {}
         # Norms of the parts of complete gradients, where version counters tell of no edit.
@@ -185,7 +187,11 @@ class GradientOrigin:
         """
         if not micro_batch.samples or micro_batch.whole:
             return None
-        return self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
+        try:
+            return self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
+        except RuntimeError:
+            # An earlier torch.autograd.grad has freed a part of the graph, which this one need not read.
+            return None
 
     def mark_gradients(self, gradients: Any, error: Callable[[], UsageError]) -> None:
         """Record gradients of a loss that is no mean over samples.
@@ -197,7 +203,7 @@ class GradientOrigin:
             gradients: what ``torch.autograd.grad`` returned.
             error: makes the error.
         """
-        self._unfit_made += [(ref(leaf), error) for leaf in tree_leaves(gradients) if isinstance(leaf, Tensor)]
+        self._unfit_made += [(memory, error) for memory in memories_of(tree_leaves(gradients))]
 
     def _error_of(self, loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
         """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples."""
@@ -341,8 +347,9 @@ class GradientOrigin:
         for parameter in found:
             gradient, made = parameter.grad, self._made.get(parameter)
             if gradient is not None and made is None and means:
-                for each, error in self._unfit_made:
-                    if each() is gradient:
+                there = memories_of([gradient])
+                for memory, error in self._unfit_made:
+                    if memory in there:
                         raise error()
             if gradient is None or (made is None and means):
                 continue
