@@ -38,7 +38,9 @@ def preload(names: Iterable[str]) -> None:
     for name in names:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    gc.freeze()
+    from tutti.python_compat import freeze_objects
+
+    freeze_objects()
     gc.enable()
     _collapse()
 

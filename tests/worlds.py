@@ -37,6 +37,7 @@ from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
 from tutti.launcher.orphans import die_with_parent
 from tutti.launcher.script_rank import show_crashes
+from tutti.python_compat import freeze_objects
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
@@ -327,7 +328,7 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str, timeout: floa
     if device != "cpu" and sharing.SHARED:
         sharing.share_first_device(device)
     tutti.init(device, timeout=timeout)
-    gc.freeze()
+    freeze_objects()
     while True:
         try:
             function, arguments = pipe.recv()
@@ -343,4 +344,4 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str, timeout: floa
         # A run that waits for the garbage collector would check every call of PyTorch in the runs after it.
         del answer, function, arguments
         gc.collect()
-        gc.freeze()
+        freeze_objects()

@@ -15,6 +15,7 @@ CALLS = (
     "faulthandler.enable",
     "faulthandler.register",
     "gc.disable",
+    "freeze_objects",
     "gc.freeze",
     "libc.mallopt",
     "os.environ.pop",
