@@ -13,10 +13,12 @@ from tutti.errors import UsageError
 from tutti.nn.written_tensors import METADATA, may_write
 from tutti.parallel.ddp.loss_shape import is_gathered
 from tutti.train.script_checks.loss_calls import InnerGradient, LossCalls, RecordedCall, alike
-from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
 
 _SMALL = 1e-5
 """Relative difference of two losses that counts as rounding, or as that of a small number beside a norm."""
+_COARSE = 1e-4
+"""Relative distance of neighbouring numbers of a dtype, such as bfloat16, with which losses are not judged."""
 _CURVED = 1e-2
 """Deviation from a line, relative to the change along it, that counts as a curve."""
 
@@ -28,8 +30,9 @@ def check_inner_gradients(record: LossCalls, loss: Any) -> None:
     micro-batch than in the global batch. The loss, and inputs of the model that are computed from this gradient, must
     therefore not depend on its scale, as behind ``sign()`` or ``normalize``: they are computed again with the gradient
     doubled for all samples but the first. A gradient with respect to parameters is a sum over samples; the loss must be
-    linear in this gradient, as the ratio of two norms is not. Not judged are calls that write in place, scripts that
-    multiply by the number of samples, and the model's outputs for inputs that are computed from such gradients.
+    linear in this gradient, as the ratio of two norms is not. Not judged are calls that write in place or draw random
+    numbers, gradients that were changed otherwise (``torch.distributed.all_reduce``), scripts that multiply by the
+    number of samples, numbers of 16 bits, and the model's outputs for inputs that are computed from such gradients.
 
     Args:
         record: the calls that have computed the loss, after ``finish``.
@@ -44,9 +47,12 @@ def check_inner_gradients(record: LossCalls, loss: Any) -> None:
         return
     for gradient in record.inner_gradients:
         calls = record.following(gradient.tensor)
-        if any(may_write(call.func) and call.func not in METADATA for call in calls):
+        if any(call.draws or (may_write(call.func) and call.func not in METADATA) for call in calls):
             continue
-        numbers = {leaf for call in calls for leaf in leaves_of_call(call.args) if type(leaf) in (int, float)}
+        if _precision(calls, gradient.tensor) > _COARSE or _was_changed(gradient):
+            continue
+        factors = [call for call in calls if "mul" in (name := getattr(call.func, "__name__", "")) and name in SCALING]
+        numbers = {leaf for call in factors for leaf in leaves_of_call(call.args) if type(leaf) in (int, float)}
         made = {id(leaf) for call in calls for leaf in leaves_of_call((call.result,))}
         inputs = [given for given, _ in record.forwards if id(given) in made]
         if gradient.of_parameter:
@@ -60,6 +66,17 @@ def check_inner_gradients(record: LossCalls, loss: Any) -> None:
             _refuse_scale(gradient)
 
 
+def _precision(calls: list[RecordedCall], gradient: Tensor) -> float:
+    """Return the largest relative distance of neighbouring numbers among the dtypes of a gradient and of results."""
+    tensors = [leaf for call in calls for leaf in leaves_of_call((call.result,)) if isinstance(leaf, Tensor)]
+    return max(torch.finfo(each.dtype).eps for each in (gradient, *tensors) if each.is_floating_point())
+
+
+def _was_changed(gradient: InnerGradient) -> bool:
+    """Return whether a gradient has other values than when it was computed, or ones that are not finite."""
+    return not bool(torch.linalg.vector_norm(gradient.tensor.detach()) == gradient.norm)
+
+
 def _depends_on_scale(
     record: LossCalls, calls: list[RecordedCall], gradient: Tensor, losses: list[Tensor], inputs: list[Tensor]
 ) -> bool:
@@ -68,6 +85,8 @@ def _depends_on_scale(
         larger = gradient.detach().clone()
         larger[min(1, record.samples - 1) :] *= 2
         same, other = (_again(record, calls, gradient, each) for each in (gradient.detach().clone(), larger))
+        if any(_differ(same[id(each)], each) for each in losses):
+            return False
         return any(_differ(same[id(each)], other[id(each)]) for each in losses) or any(
             not alike(same[id(each)].detach(), other[id(each)].detach()) for each in inputs
         )
@@ -89,7 +108,11 @@ def _is_curved(record: LossCalls, calls: list[RecordedCall], gradient: Tensor, l
             for each in (torch.ones_like(factors), factors, 2 - factors)
         )
         change = max(abs(end - middle) for end in ends)
-        return change > _SMALL * abs(middle) and abs(sum(ends) - 2 * middle) > _CURVED * change
+        # Rounding must not look like a curve.
+        least = max(_SMALL, 1_000 * _precision(calls, gradient))
+        if _differ(torch.tensor(middle), loss):
+            return False
+        return change > least * abs(middle) and abs(sum(ends) - 2 * middle) > _CURVED * change
     return False
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -19,8 +21,16 @@ from tutti.nn.global_draws import draws_marker
 from tutti.nn.script_mode import SIZES, asked_by_script
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.parallel.ddp.loss_shape import averages_samples
-from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.parallel.ddp.loss_shape import averages_samples, scaled_reductions
+from tutti.torch_compat import (
+    FunctionModesDisabled,
+    leave_function_mode,
+    tensor_versions,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
 from tutti.train.script_checks.script_source import script_constants, script_values
 from tutti.train.script_checks.storage_records import TensorSet
@@ -57,6 +67,11 @@ _ARITHMETIC = frozenset(
 """Names of functions that compute a smooth function of a number and of tensors."""
 _FROM_OUTSIDE = frozenset(("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "load", "as_strided"))
 """Names of functions whose result may have a row for each sample, of values that the script has brought."""
+_DRAWING = re.compile(
+    r"rand|normal(?!ize)|log_normal_|bernoulli|multinomial|(feature_)?(alpha_)?dropout|gumbel_softmax|poisson$|rrelu|"
+    "uniform_|exponential_|cauchy_|geometric_"
+)
+"""Beginnings of names of functions that draw random numbers."""
 
 
 class Places(Enum):
@@ -80,6 +95,7 @@ class RecordedCall(NamedTuple):
         line: the script's line of a call that takes samples by their places; else empty.
         written: the numbers among the arguments that stand in the script's source (``written_numbers``), of calls that
             make constants, or scale; None of others.
+        draws: whether the function draws random numbers.
     """
 
     func: Any
@@ -90,6 +106,7 @@ class RecordedCall(NamedTuple):
     places: Places = Places.NONE
     line: str = ""
     written: frozenset[float] | None = None
+    draws: bool = False
 
     @property
     def scales_by_computed(self) -> bool:
@@ -110,15 +127,17 @@ class InnerGradient(NamedTuple):
 
     Attributes:
         tensor: the gradient.
-        of_parameter: whether it is one of a parameter, and not of inputs or outputs.
+        of_parameter: whether it is one of a parameter of the model, by a number that is reduced over the samples.
         of_mean: whether the number is a mean over the samples.
         line: the script's line that has computed it.
+        norm: its norm () when it was computed; collectives that write into it are no calls of the record.
     """
 
     tensor: Tensor
     of_parameter: bool
     of_mean: bool
     line: str
+    norm: Tensor
 
 
 class GivenNumber(NamedTuple):
@@ -141,8 +160,8 @@ class LossCalls(TorchFunctionMode):
     """Records what a loss function, or the body of a custom loop, computes from its batch and the model's outputs.
 
     The loss can then be computed again from other samples and outputs, as ``mixed_data`` and ``check_places`` do.
-    The record changes nothing: calls that write to tensors of the script, or draw random numbers, end it, and it is
-    empty from then on. Not collective. Call ``close`` at the end of the loss function or loop body.
+    The record changes nothing: calls that write to tensors of the script end it, and it is empty from then on. After a
+    random draw it computes no loss again. Not collective. Call ``close`` at the end of the loss function or loop body.
 
     Args:
         model: the model, or a list or dict of models; they get hooks that only read, until ``finish`` or ``close`` is
@@ -169,6 +188,7 @@ class LossCalls(TorchFunctionMode):
     def __init__(self, model: nn.Module, micro_batch: MicroBatch, batch_size: int) -> None:
         super().__init__()
         self.micro_batch, self.samples, self._batch_size = micro_batch, micro_batch.samples, batch_size
+        self._model = model
         self._within, self._open, self._recording = 0, True, True
         self.outputs, self.parts = dict[int, Tensor](), dict[int, Tensor]()
         self.forwards: list[RecordedForward] = []
@@ -183,10 +203,12 @@ class LossCalls(TorchFunctionMode):
         self._constants, self._constant_calls = TensorSet(), list[RecordedCall]()
         # Tensors that were computed from single rows.
         self._single, self.turned = set[int](), set[int]()
+        # These, and what the model computes from them or from tensors that the record does not know.
+        self._apart = set[int]()
         self.reads_rows = self.reads_values = self.reads_sizes = False
         self.numbers, self.lines_of_others = dict[int, GivenNumber](), set[str]()
         self._constant_numbers = {id(each): each for each in script_values() if isinstance(each, float | np.floating)}
-        self._drawn = draws_marker()
+        self._drawn, self._draws = draws_marker(), False
         self._handles = [
             handle
             for each in called_models(model)
@@ -238,6 +260,8 @@ class LossCalls(TorchFunctionMode):
             outputs[id(leaf)] = leaf
             self._known.add(id(leaf))
             self.forwards += [RecordedForward(given, leaf) for given in self._inputs]
+            if any(id(given) in self._apart for given in self._inputs) or not (self._inputs or self.has_rows(leaf)):
+                self._apart.add(id(leaf))
             if any(id(given) in self.turned for given in self._inputs):
                 self.turned.add(id(leaf))
 
@@ -253,11 +277,11 @@ class LossCalls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.reads_values:
             self._note_numbers(name, args, kwargs, given)
-        if name.startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")) and name != "normalize":
-            self._end_record()
+        draws = _DRAWING.match(name) is not None
+        self._draws |= draws
         if not any(id(leaf) in self._known for leaf in given):
             result = func(*args, **kwargs)
-            if name not in _FROM_OUTSIDE and all(map(self.is_constant, given)):
+            if not draws and name not in _FROM_OUTSIDE and all(map(self.is_constant, given)):
                 self._constants.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
                 if len(self._constant_calls) < _CONSTANTS:
                     call = RecordedCall(func, args, kwargs, result, False, written=written_numbers())
@@ -266,14 +290,10 @@ class LossCalls(TorchFunctionMode):
         before = tensor_versions(given)
         # The call may free the graph.
         root = number_of_gradients(func, args, kwargs)
-        of_mean = root is not None and averages_samples(root.grad_fn, self.samples)
+        whole, of_mean = (False, False) if root is None else self._reduces(root)
         result = func(*args, **kwargs)
         if root is not None:
-            line = script_line()
-            for given_to, made_of in zip(tree_leaves(args[1]), tree_leaves(result), strict=True):
-                if isinstance(made_of, Tensor):
-                    is_parameter = isinstance(given_to, nn.Parameter)
-                    self.inner_gradients.append(InnerGradient(made_of, is_parameter, of_mean, line))
+            self._add_gradients(args[1], result, whole, of_mean)
         written = {id(leaf) for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new}
         leaves = leaves_of_call((result,))
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -281,11 +301,29 @@ class LossCalls(TorchFunctionMode):
             if len(self._calls) == _CALLS or not written <= self._known:
                 self._end_record()
             else:
-                self._record(RecordedCall(func, args, kwargs, result, torch.is_grad_enabled()), name, given, made)
+                call = RecordedCall(func, args, kwargs, result, torch.is_grad_enabled(), draws=draws)
+                self._record(call, name, given, made)
         if len(made) < len(leaves) and any(isinstance(leaf, int | float | complex | np.ndarray) for leaf in leaves):
             self.reads_values = True
             self.reads_rows |= any(leaf.dim() > 0 or id(leaf) in self._single for leaf in given)
         return result
+
+    def _reduces(self, root: Tensor) -> tuple[bool, bool]:
+        """Return whether a number is reduced over the samples, and whether by a mean; False of a freed graph."""
+        with suppress(RuntimeError):
+            reduced = id(root) not in self._apart and any(True for _ in scaled_reductions(root.grad_fn, self.samples))
+            return reduced, averages_samples(root.grad_fn, self.samples)
+        return False, False
+
+    def _add_gradients(self, inputs: Any, result: Sequence[Any], whole: bool, of_mean: bool) -> None:
+        line, own = script_line(), set(map(id, self._model.parameters()))
+        for given, made in zip((inputs,) if isinstance(inputs, Tensor) else inputs, result, strict=False):
+            if type(made) is Tensor and made.layout is torch.strided and made.is_floating_point():
+                with torch.no_grad(), FunctionModesDisabled():
+                    norm = torch.linalg.vector_norm(made)
+                of_parameter = isinstance(given, nn.Parameter) and id(given) in own
+                if whole or not of_parameter:
+                    self.inner_gradients.append(InnerGradient(made, of_parameter, of_mean, line, norm))
 
     def _note_numbers(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         """Record the floats among the arguments of a call that may be computed from values of the samples."""
@@ -315,6 +353,9 @@ class LossCalls(TorchFunctionMode):
             self._single.update(map(id, made))
         elif places is Places.ROWS:
             self._single.update(id(each) for each in made if each.dim() < call.args[0].dim() or len(each) == 1)
+        if any(id(leaf) in self._apart for leaf in given):
+            self._apart.update(map(id, made))
+        self._apart.update(id(each) for each in made if id(each) in self._single)
 
     def _places(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Places:
         """Return how a call takes some rows of a tensor with a row for each sample by their places."""
@@ -435,7 +476,8 @@ class LossCalls(TorchFunctionMode):
                 element is looked for among the recorded results.
         """
         first = next(iter(tree_leaves(loss)), None)
-        return bool(self._calls) and id(first) in self._known and draws_marker() == self._drawn
+        drawn = self._draws or draws_marker() != self._drawn
+        return bool(self._calls) and id(first) in self._known and not drawn
 
     def can_repeat(self, loss: Any) -> bool:
         """Return whether a loss can be computed again from the model's outputs, by ``computed_again``.
