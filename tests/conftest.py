@@ -15,7 +15,6 @@ from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 from tests.covering import every_value
-from tutti.python_compat import freeze_objects
 
 # Threads of OpenMP that wait for work spin, and with several pytest workers they take the cores from all that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -36,7 +35,7 @@ collect_ignore = ["forkserver_main.py", "rank_server.py"]
 def pytest_runtestloop() -> None:
     """Let garbage collections look at what tests make alone, not at all that was collected."""
     # What is garbage by now is small, and to look for it among all that was collected takes half a second.
-    freeze_objects()
+    gc.freeze()
     # As in the ranks of worlds.py: with little else alive Python would look for garbage all the time.
     gc.set_threshold(20_000, 50, 100)
     gc.enable()

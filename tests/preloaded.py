@@ -38,9 +38,7 @@ def preload(names: Iterable[str]) -> None:
     for name in names:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    from tutti.python_compat import freeze_objects
-
-    freeze_objects()
+    gc.freeze()
     gc.enable()
     _collapse()
 

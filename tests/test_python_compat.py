@@ -201,7 +201,6 @@ def test_every_name_is_touched() -> None:
         "PublicGeneratorState",
         "calling_frame",
         "forget_exit_handlers",
-        "freeze_objects",
         "generator_memory",
         "holders_of",
         "import_uncollected",
@@ -209,27 +208,3 @@ def test_every_name_is_touched() -> None:
         "local_variables",
         "run_exit_handlers",
     }
-
-
-def test_searches_look_at_objects_that_a_script_has_frozen() -> None:
-    """In a process of its own, as what is frozen here would stay so for other tests."""
-    code = """
-import gc
-from tutti.python_compat import LiveObjects, freeze_objects, holders_of
-
-class Kept: pass
-
-found, first = LiveObjects(Kept), Kept()
-assert found.all() == [first]
-freeze_objects()
-assert found.all() == [first] and not any(each is globals() for each in holders_of([first], 1)), "left out"
-second = Kept()
-gc.freeze()
-count = gc.get_freeze_count()
-assert set(found.all()) == {first, second}
-assert any(each is globals() for each in holders_of([second], 1))
-assert gc.get_freeze_count() >= count, "the script's freeze holds"
-print("done")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "done\n", done.stderr

@@ -37,7 +37,6 @@ from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
 from tutti.launcher.orphans import die_with_parent
 from tutti.launcher.script_rank import show_crashes
-from tutti.python_compat import freeze_objects
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
@@ -328,7 +327,7 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str, timeout: floa
     if device != "cpu" and sharing.SHARED:
         sharing.share_first_device(device)
     tutti.init(device, timeout=timeout)
-    freeze_objects()
+    gc.freeze()
     while True:
         try:
             function, arguments = pipe.recv()
@@ -344,4 +343,4 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str, timeout: floa
         # A run that waits for the garbage collector would check every call of PyTorch in the runs after it.
         del answer, function, arguments
         gc.collect()
-        freeze_objects()
+        gc.freeze()

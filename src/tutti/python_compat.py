@@ -45,7 +45,6 @@ __all__ = [
     "PublicGeneratorState",
     "calling_frame",
     "forget_exit_handlers",
-    "freeze_objects",
     "generator_memory",
     "holders_of",
     "import_uncollected",
@@ -166,25 +165,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def freeze_objects() -> None:
-    """Exempt all present objects from garbage collections (``gc.freeze``) and from the searches of this module.
-
-    Searches look at objects that a script freezes by itself, as some training loops do to save time.
-    """
-    global _frozen
-    gc.freeze()
-    _frozen = gc.get_freeze_count()
-
-
-_frozen = 0
-"""Number of objects that ``freeze_objects`` has exempted."""
-
-
-def _script_froze() -> bool:
-    """Return whether other code than ``freeze_objects`` has exempted objects from garbage collections."""
-    return gc.get_freeze_count() > _frozen
-
-
 def join_threads() -> None:
     """Wait until all threads but daemons and the calling one have ended, as Python does at the end of a program.
 
@@ -219,9 +199,6 @@ class LiveObjects(Generic[_T]):
 
         The list keeps the objects alive. Objects that the garbage collector does not track are missing.
         """
-        if _script_froze():
-            # What it froze may be new since the last search.
-            self._moves = ()
         if self._moves == _collections():
             self._keep(_tracked((0, 1), self._kinds))
         if self._moves != (moves := _collections()):
@@ -229,7 +206,6 @@ class LiveObjects(Generic[_T]):
             for each in _SEARCHES:
                 each._keep(found)
                 each._moves = moves
-            del found  # counts as a user of objects without weak references
         known = {key: item for key, reference in self._known.items() if (item := reference()) is not None}
         self._known = {key: self._known[key] for key in known}
         return list(known.values())
@@ -295,24 +271,11 @@ def _objects(generations: Iterable[int], left_out: Mapping[type, Iterable[Any]])
     building a tuple from an iterator, as a background save does, would fail with SystemError: the collector tracks the
     tuple already, and CPython resizes no tuple to which something else refers. A collection would run finalizers.
     """
-    with _uncollected(), _thawed():
+    with _uncollected():
         objects = chain(chain.from_iterable(map(gc.get_objects, generations)), (None,))
         # Runs of objects of one class: an empty tuple stands for a run that is left out.
         runs: Iterable[Any] = starmap(left_out.get, groupby(objects, type))
         return list(chain.from_iterable(runs))
-
-
-@contextmanager
-def _thawed() -> Iterator[None]:
-    """Return a context manager in which objects that a script has frozen are in the collector's oldest generation."""
-    if not _script_froze():
-        yield
-        return
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        gc.freeze()
 
 
 def _collections() -> tuple[int, ...]:

@@ -15,7 +15,6 @@ CALLS = (
     "faulthandler.enable",
     "faulthandler.register",
     "gc.disable",
-    "freeze_objects",
     "gc.freeze",
     "libc.mallopt",
     "os.environ.pop",

@@ -7,6 +7,7 @@ in ``/dev/shm``; its structure and the block's descriptor travel over a private 
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -39,7 +40,6 @@ from tutti.errors import DataError, LoaderError
 from tutti.launcher.child import SIGNALS
 from tutti.launcher.forking import fork
 from tutti.launcher.orphans import die_with_parent
-from tutti.python_compat import freeze_objects
 from tutti.torch_compat import enter_loader_process
 from tutti.types.micro_batch import Batch
 
@@ -324,7 +324,7 @@ def _serve(
     code = 1
     try:
         # Collecting the rank's garbage here could wait for threads that were not forked.
-        freeze_objects()
+        gc.freeze()
         die_with_parent(parent=parent)
         # Only the rank handles signals: it saves and then ends this process.
         for number in SIGNALS:

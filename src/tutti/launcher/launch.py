@@ -29,7 +29,7 @@ from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
 from tutti.launcher.held_signals import held_signals
 from tutti.launcher.orphans import adopt_orphans
-from tutti.python_compat import freeze_objects, import_uncollected
+from tutti.python_compat import import_uncollected
 
 if TYPE_CHECKING:
     from tutti.launcher.agent import Agent
@@ -179,7 +179,7 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
     sys.argv = [script, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
-    freeze_objects()
+    gc.freeze()
     child.register_last(_end_names)
     warn_of_lone_training(script)
     try:

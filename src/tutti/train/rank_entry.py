@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tutti.errors import no_memory
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.launcher.held_signals import held_signals
-from tutti.python_compat import freeze_objects, import_uncollected
+from tutti.python_compat import import_uncollected
 
 PRELOADED = ("tutti.train.main", "torch._dynamo")
 """Modules that every rank imports before its first step, the second because every optimizer of torch imports it."""
@@ -38,7 +39,7 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
     with held_signals():
         import_uncollected(PRELOADED)
         # Modules stay: no collection is to visit them, and so write to memory that forked ranks share.
-        freeze_objects()
+        gc.freeze()
         from tutti.train.main import train_rank
 
     try:
