@@ -51,7 +51,7 @@ def show(
     config:
         TOML file of options; may be repeated, the later wins
     changes:
-        one option of a name:key=value; also written --optimizer.lr 0.1
+        one key of an option, optimizer.lr=0.1; also written --optimizer.lr 0.1
     origin:
         where each value comes from: a flag, a variable, FILE:LINE, or default
     as_json:

@@ -84,7 +84,7 @@ def train(
     memory:
         device memory for --dry-run: 16GB; default: this machine's
     changes:
-        one option of a name:key=value; also written --optimizer.lr 0.1
+        one key of an option, optimizer.lr=0.1; also written --optimizer.lr 0.1
 
     Returns
     -------

@@ -337,8 +337,9 @@ class DevicePlan:
     def cost_band(self) -> tuple[float, float] | None:
         """Low and high end of a 90 % band of the plan's cost of training to the target, in the currency of the price.
 
-        A plan is a choice of devices, batch size and strategy; the price is for one device and hour. The band is the
-        band of the training time × price. None without a price, or where the training time has no band.
+        A plan is a choice of devices, batch size and strategy; the price is for one device and hour. The band is that
+        of the training time in hours × the number of devices × the price. None without a price, or where the training
+        time has no band.
         """
         if self.cost is None or self.band is None:
             return None

@@ -42,8 +42,10 @@ def check_delays(config: PlannedRun) -> None:
 def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0) -> list[Array]:
     """Return the delays by ``--slow`` of each logical worker, on the data rank with the longest delays.
 
-    The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch. A
-    delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.
+    The option ``--slow`` delays ranks or workers on purpose, by a factor on their seconds of computing and by a number
+    of milliseconds: the delay is (factor - 1) × computing + milliseconds. A logical worker is a fixed share of the
+    global batch. A delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the
+    update. The data rank is the one whose workers' delays have the largest sum.
 
     Args:
         config: configuration of the run, with a number of devices.

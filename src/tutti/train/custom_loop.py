@@ -428,8 +428,8 @@ class CustomLoop:
         is done. Not collective.
 
         Args:
-            roots: the losses whose gradients the script's call of autograd adds up, each with the gradient that the
-                call gives for it, which a loss of several elements has.
+            roots: pairs (loss, gradient that the script gives for it) of the script's call of ``backward``; the
+                gradient is None for a loss that is a number.
 
         Raises:
             UsageError: a loss is computed from tensors that several ranks have gathered.

@@ -318,10 +318,10 @@ class CentralStorageSync(AllReduceSync):
         Every parameter has one owner, the rank that updates it; without this call a rank receives only the gradients of
         the parameters that it owns. Called before the first step of a script's own training loop, which may read all
         gradients. The first call is collective over the data ranks, which allocate shared memory for another reducer of
-        gradients. Later calls change nothing and are not collective.
+        gradients. Later calls are not collective; ranks receive all gradients also after ``leave_custom_loop``.
 
-        The call also changes the rule for module buffers that the script writes, as ``AllReduceSync.begin_custom_loop``
-        says: until ``leave_custom_loop`` the rank's last logical worker alone takes the script's value.
+        Each call also changes the rule for module buffers that the script writes (``AllReduceSync.begin_custom_loop``):
+        until ``leave_custom_loop`` the value becomes that of the rank's last logical worker alone, and not of all.
 
         Raises:
             UsageError: the shared memory has no room.

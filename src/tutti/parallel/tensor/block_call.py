@@ -57,10 +57,10 @@ class BlockArguments:
 
     @property
     def form_for_any_number(self) -> str:
-        """Text that describes the kinds of this recorded call's arguments, without the values of numbers.
+        """Text that describes the kinds of this recorded call's arguments, as ``form``, but without values of numbers.
 
-        The call is one of a block of layers, such as attention. The text is equal to ``form`` where no argument is an
-        int or a float.
+        It is equal for two calls of a block of layers, such as attention, that differ in the values of ints and floats
+        alone, and equal to ``form`` where no argument is an int or a float.
         """
         return form_of(self.args, self.kwargs, self.learned, values=False)
 

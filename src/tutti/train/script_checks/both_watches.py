@@ -66,8 +66,11 @@ class BothWatches:
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raise UsageError if constants or divisors in a loss make it no mean over the micro-batch's samples.
 
+        ``errors.sum() / BATCH`` with the global batch's size is refused, ``errors.sum() / len(errors)`` and ``0.5 *
+        errors.mean()`` are means. Called after the loss is computed and before its backward.
+
         Args:
-            loss: the loss of the micro-batch.
+            loss: the loss of the micro-batch; other results of a loss function than a tensor pass.
             micro_batch: the micro-batch.
         """
         self._inner.check_divisor(loss, micro_batch)

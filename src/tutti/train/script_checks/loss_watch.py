@@ -486,10 +486,10 @@ def tensor_of_loss(loss: Any) -> Tensor | None:
 
 
 def leaves_of_call(args: Sequence[Any], kwargs: Mapping[str, Any] = _NO_ARGUMENTS) -> list[Any]:
-    """Return the arguments of a call of PyTorch, and in place of nested lists, tuples and dicts their leaves.
+    """Return the arguments of a call of PyTorch, or its result, with the leaves of nested lists, tuples and dicts.
 
     Args:
-        args: the positional arguments, or the result alone.
+        args: the positional arguments; ``(result,)`` for the leaves of a result.
         kwargs: the named arguments.
     """
     found: list[Any] = []
