@@ -24,6 +24,7 @@ from tutti.parallel.ddp.loss_output import read_loss
 from tutti.parallel.ddp.loss_shape import averages_samples, scaled_reductions
 from tutti.torch_compat import (
     FunctionModesDisabled,
+    functorch_level,
     leave_function_mode,
     tensor_versions,
     tree_flatten,
@@ -316,6 +317,9 @@ class LossCalls(TorchFunctionMode):
         return False, False
 
     def _add_gradients(self, inputs: Any, result: Sequence[Any], whole: bool, of_mean: bool) -> None:
+        if functorch_level() is not None:
+            # Tensors of a torch.func transform have no values outside of it.
+            return
         line, own = script_line(), set(map(id, self._model.parameters()))
         for given, made in zip((inputs,) if isinstance(inputs, Tensor) else inputs, result, strict=False):
             if type(made) is Tensor and made.layout is torch.strided and made.is_floating_point():
