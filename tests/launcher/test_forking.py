@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -28,15 +29,23 @@ def forks(monkeypatch: pytest.MonkeyPatch, stuck: int) -> list[int]:
     return made
 
 
+def opened(fork: Callable[[], int]) -> tuple[int, int]:
+    """Fork a child; its number, and the number of descriptors that it has and this process has not."""
+    before = set(os.listdir("/proc/self/fd"))
+    pid = fork()
+    if pid == 0:
+        os._exit(40 + len(set(os.listdir("/proc/self/fd")) - before))
+    return pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 40
+
+
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_stuck_child_is_replaced(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Libraries that other tests have imported open and close descriptors of their own in forked children.
+    _, of_libraries = opened(os.fork)
     made = forks(monkeypatch, stuck)
     before = set(os.listdir("/proc/self/fd"))
-    pid = forking.fork()
-    if pid == 0:
-        # The pipe is closed in the child, too. Libraries close descriptors of their own in forked children.
-        os._exit(40 + len(set(os.listdir("/proc/self/fd")) - before))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 40
+    pid, found = opened(forking.fork)
+    assert found == of_libraries, "the pipe is closed in the child, too"
     assert len(made) == stuck + 1 and made[-1] == pid
     assert set(os.listdir("/proc/self/fd")) == before
     assert not any(map(psutil.pid_exists, made))
