@@ -189,17 +189,15 @@ def scaled(clip: bool) -> Any:
     return scaler.get_scale(), run.weights_sha256()
 
 
-def own_generator() -> str:
-    """A loop that draws noise from the script's own generator on the device; of several workers here it is refused."""
+def refused_on_one_rank(body_loss: Callable[[Any, Tensor, Tensor], Tensor]) -> str:
+    """Train by the loss of a loop's body: of several workers on this rank it is refused, and alone it is right."""
     model = made()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    run, draw = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8), torch.Generator(here())
-    draw.manual_seed(5)
+    run = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8)
     try:
         for inputs, targets in run.microbatches(0):
-            noise = torch.randn(inputs.shape, generator=draw, device=inputs.device)
             optimizer.zero_grad()
-            run.backward(nn.functional.cross_entropy(model(inputs + noise), targets))
+            run.backward(body_loss(model, inputs, targets))
             optimizer.step()
     except UsageError as error:
         if tutti.size() > 1:
@@ -207,6 +205,18 @@ def own_generator() -> str:
         return error.what
     assert tutti.size() > 1
     return run.weights_sha256()
+
+
+def own_generator() -> str:
+    """Noise from the script's own generator on the device."""
+    draw = torch.Generator(here())
+    draw.manual_seed(5)
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        noise = torch.randn(inputs.shape, generator=draw, device=inputs.device)
+        return nn.functional.cross_entropy(model(inputs + noise), targets)
+
+    return refused_on_one_rank(loss)
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -214,23 +224,15 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def pinned_counter() -> str:
-    """A loop that weighs each body's loss by a counter of NumPy in pinned memory; of several workers it is refused."""
-    model, count = made(), np.zeros(1, dtype=np.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    run = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8)
-    try:
-        for inputs, targets in run.microbatches(0):
-            count += 1
-            weight = pinned(torch.from_numpy(count)).to(here(), non_blocking=True)
-            optimizer.zero_grad()
-            run.backward((nn.functional.cross_entropy(model(inputs), targets) * weight).sum())
-            optimizer.step()
-    except UsageError as error:
-        if tutti.size() > 1:
-            raise
-        return error.what
-    assert tutti.size() > 1
-    return run.weights_sha256()
+    """A weight by a counter of NumPy in pinned memory."""
+    count = np.zeros(1, dtype=np.float32)
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        count[:] += 1
+        weight = pinned(torch.from_numpy(count)).to(here(), non_blocking=True)
+        return (nn.functional.cross_entropy(model(inputs), targets) * weight).sum()
+
+    return refused_on_one_rank(loss)
 
 
 def own_loader(strategy: str) -> Any:

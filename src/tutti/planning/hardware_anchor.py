@@ -213,11 +213,6 @@ def peak_flops(hardware: str, precision: str) -> float:
     return math.nan if sheet is None else sheet.peaks.get(precision_class(precision), math.nan) * 1e12
 
 
-def known_chips() -> list[str]:
-    """Return the names of the chips whose data sheet is known, such as ``A100`` or ``H100 PCIE``."""
-    return list(_SHEETS)
-
-
 def data_sheet(hardware: str) -> str:
     """Return the title and year of a chip's data sheet, as a source to cite; an empty text for an unknown chip.
 

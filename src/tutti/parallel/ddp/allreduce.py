@@ -546,15 +546,7 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Leave the custom loop: have the next step refuse values that the script then writes into module buffers.
-
-        Called after each epoch of the script's own loop, also after a ``break``. On a rank that computes several
-        logical workers (fixed shares of the global batch), each has its own copy of buffers such as batch-norm
-        statistics. Until the next ``begin_custom_loop``, a script's write to a buffer that forwards write, too, raises
-        UsageError in the next step; within the loop the copy of the rank's last worker took it. Resets to zeros (ones
-        for a variance), and writes to buffers that no forward writes, still go to the copies of all workers. Not
-        collective.
-        """
+        """Refuse the script's writes to module buffers again, by the rule of ``CustomLoopSync``. Not collective."""
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> NamedParameters:

@@ -195,9 +195,9 @@ def break_out_of_loop() -> tuple[str, bool]:
 def counting_loop() -> str:
     """Find a loop of the script that takes a number of micro-batches by ``next``, such as ``for _ in range(1000)``.
 
-    To be called while the iterator of ``run.microbatches`` advances. The search passes over generators of the script
-    that take the micro-batches for the loop, such as ``cycle(loader)``, and over a loop in which ``run.stepped`` or
-    ``run.global_step`` is read, as it counts updates and not micro-batches.
+    To be called while the iterator of ``run.microbatches`` advances. A generator of the script that takes the
+    micro-batches for the loop, such as ``cycle(loader)``, is passed over. A loop in which ``run.stepped`` or
+    ``run.global_step`` is read counts updates, and is not found.
 
     Returns:
         The loop as ``FILE:LINE``; an empty text for none.
@@ -209,11 +209,8 @@ def counting_loop() -> str:
             nodes = (each for each in source_nodes(file) if isinstance(each, ast.For | ast.While))
             around = sorted((each for each in nodes if has_line(each, line)), key=lambda each: each.lineno)
             header = around and isinstance(around[-1], ast.For) and line <= (around[-1].iter.end_lineno or line)
-            if (
-                around
-                and not header
-                and not {"stepped", "global_step"} & {w for each in around for w in words_in(each)}
-            ):
+            counts_updates = {"stepped", "global_step"} & {word for each in around for word in words_in(each)}
+            if around and not header and not counts_updates:
                 return f"{file}:{around[-1].lineno}" if _is_numbered(around[-1]) else ""
         if not is_generator:
             return ""

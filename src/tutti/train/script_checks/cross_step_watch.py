@@ -439,7 +439,7 @@ class CrossStepWatch(LossWatch):
         # Numbers of tutti's own are, for example, weights of micro-batches.
         origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)
         before = tensor_versions(given)
-        unfit = self.unfit_loss(func, args, kwargs)
+        unfit = self.unfit_gradients(func, args, kwargs)
         result = func(*args, **kwargs)
         if unfit is not None:
             self._run.custom.mark_gradients(result, unfit)

@@ -544,7 +544,7 @@ class CrossWorkerWatch(LossWatch):
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         drawn = kwargs.get("generator")
         origins |= self._goes_on(drawn)
-        unfit = self.unfit_loss(func, args, kwargs)
+        unfit = self.unfit_gradients(func, args, kwargs)
         result = func(*args, **kwargs)
         if unfit is not None:
             self._run.custom.mark_gradients(result, unfit)

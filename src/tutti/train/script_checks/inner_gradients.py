@@ -47,23 +47,30 @@ def check_inner_gradients(record: LossCalls, loss: Any) -> None:
         return
     for gradient in record.inner_gradients:
         calls = record.following(gradient.tensor)
-        if any(call.draws or (may_write(call.func) and call.func not in METADATA) for call in calls):
+        if not _can_repeat(calls, gradient):
             continue
-        if _precision(calls, gradient.tensor) > _COARSE or _was_changed(gradient):
-            continue
-        factors = [call for call in calls if "mul" in (name := getattr(call.func, "__name__", "")) and name in SCALING]
-        numbers = {leaf for call in factors for leaf in leaves_of_call(call.args) if type(leaf) in (int, float)}
         made = {id(leaf) for call in calls for leaf in leaves_of_call((call.result,))}
-        inputs = [given for given, _ in record.forwards if id(given) in made]
+        losses = [loss] if id(loss) in made else []
         if gradient.of_parameter:
-            if id(loss) in made and _is_curved(record, calls, gradient.tensor, loss):
+            if losses and _is_curved(record, calls, gradient.tensor, loss):
                 _refuse_curve(gradient)
-        elif not (gradient.of_mean and record.has_rows(gradient.tensor)) or float(record.samples) in map(
-            float, numbers
-        ):
-            continue
-        elif _depends_on_scale(record, calls, gradient.tensor, [loss] * (id(loss) in made), inputs):
-            _refuse_scale(gradient)
+        elif gradient.of_mean and record.has_rows(gradient.tensor) and record.samples not in _factors(calls):
+            inputs = [given for given, _ in record.forwards if id(given) in made]
+            if _depends_on_scale(record, calls, gradient.tensor, losses, inputs):
+                _refuse_scale(gradient)
+
+
+def _can_repeat(calls: list[RecordedCall], gradient: InnerGradient) -> bool:
+    """Return whether the calls after a gradient can be made again with another one, precisely enough to compare."""
+    if any(call.draws or (may_write(call.func) and call.func not in METADATA) for call in calls):
+        return False
+    return _precision(calls, gradient.tensor) <= _COARSE and not _was_changed(gradient)
+
+
+def _factors(calls: list[RecordedCall]) -> set[float]:
+    """Return the Python numbers by which calls multiply."""
+    products = [call for call in calls if "mul" in (name := getattr(call.func, "__name__", "")) and name in SCALING]
+    return {float(leaf) for call in products for leaf in leaves_of_call(call.args) if type(leaf) in (int, float)}
 
 
 def _precision(calls: list[RecordedCall], gradient: Tensor) -> float:
@@ -88,6 +95,7 @@ def _depends_on_scale(
         larger[min(1, record.samples - 1) :] *= 2
         same, other = (_again(record, calls, gradient, each) for each in (gradient.detach().clone(), larger))
         if any(_differ(same[id(each)], each) for each in losses):
+            # The calls depend on something that the record does not have.
             return False
         return any(_differ(same[id(each)], other[id(each)]) for each in losses) or any(
             not alike(same[id(each)].detach(), other[id(each)].detach()) for each in inputs

@@ -145,9 +145,10 @@ class LossWatch(EnteredMode):
                 self._factors.update(map(float, numbers))
                 computed = set(map(float, numbers)) - written_numbers()
                 self._computed.update(computed)
-                part = self._rows / batch
-                # A part of the batch that the source states, such as 0.5, may be a formula's constant.
-                sizes = {float(self._rows)} & {*map(float, numbers)} | ({part} & computed if part < 1 else set())
+                sizes = {float(self._rows)}.intersection(map(float, numbers))
+                if self._rows < batch:
+                    # A part of the batch that the source states, such as 0.5, may be a formula's constant.
+                    sizes |= {self._rows / batch} & computed
                 if sizes and script_line() in self.size_lines:
                     self._by_sizes |= sizes
             return
@@ -161,7 +162,9 @@ class LossWatch(EnteredMode):
             if by_sample:
                 self.size_lines.append(script_line())
 
-    def unfit_loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], UsageError] | None:
+    def unfit_gradients(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], UsageError] | None:
         """Return why gradients that a call computes by ``torch.autograd.grad`` cannot be averaged over micro-batches.
 
         A subclass asks before the call, and gives the answer and the gradients to ``CustomLoop.mark_gradients`` after

@@ -20,7 +20,10 @@ _CONTAINERS = (list, tuple, dict, deque)
 
 
 def calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of the functions that are running, from the caller of the function that iterates outwards."""
+    """Yield the frames of the call stack outwards, beginning with the caller of the function that iterates over them.
+
+    The function must iterate over this generator itself: within another generator the frames begin one call further in.
+    """
     frame: FrameType | None = calling_frame(2)
     while frame is not None:
         yield frame
@@ -35,8 +38,8 @@ def script_frames() -> Iterator[FrameType]:
 def script_values() -> Iterator[Any]:
     """Yield the values of the variables of the script's functions that are running, and of what these hold.
 
-    Yielded are local, enclosing and global variables, and one level deep the elements of small containers and the
-    attributes of objects of the script's classes.
+    The variables are local, enclosing and global ones. Of their values the elements of small containers and the
+    attributes of objects of the script's classes are yielded, too, one level deep.
     """
     seen = set[int]()
     of_script = dict[type, bool]()
@@ -59,7 +62,11 @@ def script_values() -> Iterator[Any]:
 
 
 def script_constants() -> tuple[Any, ...]:
-    """Return the constants in the code of the innermost function of the script that is running; none outside of one."""
+    """Return the constants (``co_consts``) of the script's code that runs now, in the innermost frame of the script.
+
+    They tell numbers that stand in the source from numbers that the script has computed. An empty tuple if no frame of
+    the stack is the script's.
+    """
     innermost = next(script_frames(), None)
     return () if innermost is None else innermost.f_code.co_consts
 
@@ -79,7 +86,7 @@ def parsed_source(file: str) -> ast.Module:
 
 @cache
 def source_nodes(file: str) -> tuple[ast.AST, ...]:
-    """Return all nodes of the syntax tree of a source file, in the order of ``ast.walk``, which takes 20 ms and more.
+    """Return all nodes of the syntax tree of a source file, in the order of ``ast.walk``; the file is walked once.
 
     Args:
         file: its path, or the name of a notebook's cell.
